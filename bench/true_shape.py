@@ -114,7 +114,8 @@ def run_layers(name: str, model: PublishedModel, layers: int, tokens: int, quick
     peak = int(device.memory_report()[0]["peak_bytes"])
     host = optimizer.host_memory()
 
-    shapes = measure(make_model(config, RANK if model.lora else None), tokens)
+    meta = make_model(config, RANK if model.lora else None)
+    shapes = measure(meta, tokens, chunk_logit_bytes=_core.chunk_logit_bytes("cpu"))
     like = layers_of_shapes(shapes)
     rules = _core.Engine.current().device_rules(MEMORY_BYTES)
     sizes = _core.StepSizes(like.sizes, like.footprints, _core.RecomputeGrain.STAGE, label_bytes=0, gradient_groups=1)
@@ -170,7 +171,8 @@ def run_head(name: str, model: PublishedModel, tokens: int, quick: bool) -> dict
     layer = PythonLayer(head, "head", is_last=True)
     roundpipe.devices("virtual:1")
     (real,) = measure_layers([layer], batch, lambda outputs: [outputs], torch.device("cpu"), trains=True)
-    shapes = measure(make_model(config), tokens).layers[-1]
+    meta = make_model(config)
+    shapes = measure(meta, tokens, chunk_logit_bytes=_core.chunk_logit_bytes("cpu")).layers[-1]
     return {
         "name": name,
         "tokens": tokens,

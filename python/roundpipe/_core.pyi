@@ -959,6 +959,7 @@ class HeadCall:
         share: float | None,
         gives_logits: bool,
         chunk_tokens: int | None,
+        chunk_logit_bytes: int,
         inputs: int,
     ) -> None: ...
 
@@ -1008,11 +1009,11 @@ def decode(
 class LinearCrossEntropyOptions:
     ignore_index: int
     chunk_tokens: int
+    chunk_logit_bytes: int
     steps: list[LogitStep]
     def __init__(self) -> None: ...
 
-CHUNK_LOGIT_BYTES: int
-
+def chunk_logit_bytes(device: str) -> int: ...
 def softcap_steps(cap: float) -> list[LogitStep]: ...
 def linear_cross_entropy(
     hidden: torch.Tensor,

@@ -1,3 +1,4 @@
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
 #include <roundpipe/ops/packed_attention.h>
@@ -43,8 +44,12 @@ void bind_linear_cross_entropy(py::module_& module) {
       .def(py::init<>())
       .def_readwrite("ignore_index", &LinearCrossEntropyOptions::ignore_index)
       .def_readwrite("chunk_tokens", &LinearCrossEntropyOptions::chunk_tokens)
+      .def_readwrite("chunk_logit_bytes", &LinearCrossEntropyOptions::chunk_logit_bytes)
       .def_readwrite("steps", &LinearCrossEntropyOptions::steps);
-  module.attr("CHUNK_LOGIT_BYTES") = kChunkLogitBytes;
+  module.def(
+      "chunk_logit_bytes",
+      [](const std::string& device) { return roundpipe::chunk_logit_bytes(c10::Device(device).is_cpu()); },
+      py::arg("device"));
   module.def("softcap_steps", &softcap_steps, py::arg("cap"));
   module.def(
       "linear_cross_entropy",

@@ -39,6 +39,9 @@ struct RunOptions {
   // none. A device that is found wrong is named in an error (WrongBits) and taken out; if the runs do not tell which it
   // is, the call ends with an Error. With one device, the job runs there twice, which finds less: docs/reliability.md.
   int verify_every = runtime::CallOptions{}.verify_every;
+  // Of a LanguageModel whose loss_chunk_tokens is 0: see ops::LinearCrossEntropyOptions. A checkpoint restores it,
+  // since it belongs to the bits; unset for other models.
+  std::optional<int64_t> chunk_logit_bytes = std::nullopt;
   // Where merged outputs lie.
   c10::Device output_device = c10::kCPU;
   // How the tensors of the inputs and of the labels are cut, in the order of TensorsOf; those beyond the end of the

@@ -71,10 +71,11 @@ const char* const kAdapterFile = "adapter_model.safetensors";
 // The loss of a microbatch is the last layer's output.
 constexpr auto kLoss = [](const Tensor& loss) { return loss; };
 
-// Each is a part of the mean over the batch's tokens.
-ModelOptions adding_losses(ModelOptions options) {
-  options.run.loss_reduction = LossReduction::kSum;
-  return options;
+ModelOptions model_options(const LanguageModelOptions& options) {
+  ModelOptions made = options.model;
+  made.run.loss_reduction = LossReduction::kSum;  // each is a part of the mean over the batch's tokens
+  if (options.layers.loss_chunk_tokens == 0 && !made.run.chunk_logit_bytes) made.run.chunk_logit_bytes = 0;
+  return made;
 }
 
 }  // namespace
@@ -107,7 +108,7 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), adding_losses(options.model));
+  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), model_options(options));
   files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
   if (!lora_) return;
   NamedParameters adapters = weights(true);
@@ -196,6 +197,7 @@ Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, boo
   const Tensor counts = batch.labels.ne(language::kIgnoredLabel);
   check_range(where, "the labels", batch.labels.where(counts, 0), config_.vocabulary);
   tokens.labels = batch.labels;
+  tokens.chunk_logit_bytes = own().run_options().chunk_logit_bytes.value_or(0);
   tokens.counted = batch.counted;
   if (batch.counted == 0) tokens.counted = counts.slice(1, 1).sum().item<int64_t>();
   if (tokens.counted <= 0) refuse(where, "no label counts, expected at least one behind the first token of a row");

@@ -115,6 +115,7 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  hidden.positions = tokens.positions;
                  hidden.labels = tokens.labels;
                  hidden.counted = tokens.counted;
+                 hidden.chunk_logit_bytes = tokens.chunk_logit_bytes;
                  hidden.training = tokens.training;
                  if (balanced && tokens.labels.defined()) {
                    hidden.routers = no_routers(*balanced, ids.device());
@@ -192,7 +193,7 @@ Layer head_layer(const Config& config, const Tensor& weight, const LayerOptions&
                [chunk_tokens = options.loss_chunk_tokens, factor = config.router_loss_factor,
                 routers = std::ranges::count(config.sparse, 1)](const std::vector<Tensor>& own, const Hidden& hidden) {
                  if (!hidden.labels.defined()) return at::linear(hidden.values, own[0]);
-                 const models::TokenLossOptions how{.mean = false, .chunk_tokens = chunk_tokens};
+                 const models::TokenLossOptions how{false, chunk_tokens, hidden.chunk_logit_bytes};
                  const Tensor loss = models::token_loss(hidden.values, {own[0]}, hidden.labels, how) / hidden.counted;
                  if (!factor) return loss;
                  const Tensor labels = models::predicted_labels(hidden.labels, hidden.values.device());

@@ -22,8 +22,9 @@ struct Tokens {
   at::Tensor labels;          // [rows, tokens]; undefined: logits are wanted
   at::Tensor attention_mask;  // see models::TokenPlaces
   at::Tensor positions;
-  int64_t counted = 0;    // labels of the whole batch that count
-  bool training = false;  // whether dropouts drop
+  int64_t counted = 0;            // labels of the whole batch that count
+  int64_t chunk_logit_bytes = 0;  // see ops::LinearCrossEntropyOptions
+  bool training = false;          // whether dropouts drop
 };
 
 // What goes from layer to layer.
@@ -37,6 +38,7 @@ struct Hidden {
   RouterSums routers;
   at::Tensor attention_mask;
   int64_t counted = 0;
+  int64_t chunk_logit_bytes = 0;
   bool training = false;
 };
 
@@ -45,7 +47,9 @@ struct LayerOptions {
   // Unset: as transformers by default, see attention_of().
   std::optional<models::Attention> attention = std::nullopt;
   models::Experts experts = models::Experts::kGrouped;  // of mixtures; as transformers by default
-  int64_t loss_chunk_tokens = 0;  // tokens whose logits exist at a time; 0: as many as take kWholeLogitBytes
+  // Tokens whose logits exist at a time; 0: all, or if these take more than kWholeLogitBytes, as many as
+  // ops::linear_cross_entropy chooses.
+  int64_t loss_chunk_tokens = 0;
   // Tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer.
   int64_t mlp_chunk_tokens = 0;
 };

@@ -31,7 +31,7 @@ class HeadCode final : public NativeCode {
     outputs.structure = std::shared_ptr<const void>(inputs.structure, call->structure);
     Tensor logits;
     if (call->labels) {
-      const TokenLossOptions options{!call->items, call->chunk_tokens};
+      const TokenLossOptions options{!call->items, call->chunk_tokens, call->chunk_logit_bytes};
       Tensor loss =
           token_loss(hidden, weights_.head, at(*call->labels), options, call->gives_logits ? &logits : nullptr);
       if (call->items) loss = loss.div(at(*call->items).to(loss.device()));

@@ -33,6 +33,7 @@ struct HeadCall {
   std::optional<double> share;  // factor of the loss
   bool gives_logits = false;    // which are given without labels in any case
   std::optional<int64_t> chunk_tokens;  // see TokenLossOptions; counts where only the loss is given
+  int64_t chunk_logit_bytes = 0;        // likewise
   size_t inputs = 0;                    // as in DecoderCall
   const void* structure = nullptr;      // as in DecoderCall
 };

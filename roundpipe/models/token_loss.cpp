@@ -31,6 +31,7 @@ Tensor token_loss(const Tensor& hidden, const ops::Projection& head, const Tenso
     ops::LinearCrossEntropyOptions chunks;
     chunks.ignore_index = kIgnoredLabel;
     chunks.chunk_tokens = *options.chunk_tokens;
+    chunks.chunk_logit_bytes = options.chunk_logit_bytes;
     const Tensor sum =
         ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight, head.bias, shifted, chunks).sum;
     return options.mean ? sum.div(shifted.ne(kIgnoredLabel).sum().clamp(1)) : sum;

@@ -16,8 +16,10 @@ inline constexpr int64_t kWholeLogitBytes = int64_t{16} << 20;
 
 struct TokenLossOptions {
   bool mean = false;  // over the labels that count, instead of their sum
-  // Tokens whose logits exist at a time, if there are more; 0: as many as take kWholeLogitBytes; none: all.
+  // Tokens whose logits exist at a time, if there are more; 0: if all take more than kWholeLogitBytes, as many as
+  // ops::linear_cross_entropy chooses; none: all.
   std::optional<int64_t> chunk_tokens;
+  int64_t chunk_logit_bytes = 0;  // see ops::LinearCrossEntropyOptions
 };
 
 // The labels that the tokens predict, in one row on `device`: each token has the label of the token after it, and the

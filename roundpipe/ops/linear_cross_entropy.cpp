@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/torch_compat/autocast.h>
 
 namespace roundpipe::ops {
@@ -127,10 +128,16 @@ struct Gradients {
 
 int64_t ceil_div(int64_t number, int64_t divisor) { return (number + divisor - 1) / divisor; }
 
-int64_t chunk_length(int64_t tokens, const at::Tensor& weight, int64_t asked) {
+int64_t chunk_length(int64_t tokens, const at::Tensor& weight, const LinearCrossEntropyOptions& options) {
+  const int64_t asked = options.chunk_tokens;
   if (asked < 0) refuse_loss("chunk_tokens is ", asked, ", expected at least 1, or 0 to leave the choice open");
-  const int64_t fitting = kChunkLogitBytes / (weight.size(0) * static_cast<int64_t>(sizeof(float)));
-  // Every chunk reads and writes the weight's whole gradient, which is slow for short chunks if it is large.
+  if (options.chunk_logit_bytes < 0) {
+    refuse_loss("chunk_logit_bytes is ", options.chunk_logit_bytes,
+                ", expected at least 1, or 0 to leave the choice open");
+  }
+  const int64_t limit_bytes =
+      options.chunk_logit_bytes > 0 ? options.chunk_logit_bytes : roundpipe::chunk_logit_bytes(weight.is_cpu());
+  const int64_t fitting = limit_bytes / (weight.size(0) * static_cast<int64_t>(sizeof(float)));
   const int64_t shortest = std::clamp<int64_t>(weight.size(1) / 4, 128, 256);
   const int64_t longest = asked > 0 ? asked : std::clamp<int64_t>(fitting, shortest, 4096);
   if (tokens <= longest) return tokens;
@@ -420,7 +427,7 @@ LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at
   work.options = options;
   work.dtype = projection_dtype(hidden, weight, used_bias);
   const at::Tensor rows = hidden.reshape({flat_labels.size(0), hidden.size(-1)});
-  work.chunk_tokens = chunk_length(rows.size(0), weight, options.chunk_tokens);
+  work.chunk_tokens = chunk_length(rows.size(0), weight, options);
   if (at::GradMode::is_enabled()) {
     work.hidden_gradient = rows.requires_grad();
     work.weight_gradient = weight.requires_grad();

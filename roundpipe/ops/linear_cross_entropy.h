@@ -21,18 +21,18 @@ std::vector<LogitStep> softcap_steps(double cap);
 struct LinearCrossEntropyOptions {
   // Tokens with this label add nothing to the loss or to the gradients.
   int64_t ignore_index = -100;
-  // The number of tokens whose logits exist at the same time. 0 = as many as fit kChunkLogitBytes, but at most 4096 and
-  // at least width / 4 (limited to 128..256). The chunks of one call have about equal lengths.
+  // The number of tokens whose logits exist at the same time. 0 = as many as fit chunk_logit_bytes, but at most 4096
+  // and at least width / 4 (limited to 128..256). The chunks of one call have about equal lengths.
   int64_t chunk_tokens = 0;
+  // The limit for one chunk's logits in fp32 if chunk_tokens is 0. 0 = as the kind of device has it, see
+  // roundpipe::chunk_logit_bytes.
+  int64_t chunk_logit_bytes = 0;
   // Applied in this order to the projection's logits, in the projection's dtype until a kFloat32. After the last step,
   // 16-bit logits are cast to fp32, so a final kFloat32 may be left out.
   std::vector<LogitStep> steps;
   // Whether to return the loss of each token, too.
   bool token_losses = false;
 };
-
-// The limit for one chunk's logits in fp32 if chunk_tokens is 0.
-constexpr int64_t kChunkLogitBytes = int64_t{64} << 20;
 
 struct LinearCrossEntropyResult {
   at::Tensor sum;           // [], fp32 (fp64 for fp64 inputs): the sum of the losses of all tokens not ignored

@@ -9,6 +9,7 @@
 #include <torch/version.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/torch_optimizer.h>
@@ -101,6 +102,12 @@ const std::string* ModelNames::find(const at::Tensor& parameter) const {
   return found == parameters.end() ? nullptr : &found->first;
 }
 
+std::optional<int64_t> chunk_logit_bytes(Model& model) {
+  const std::optional<int64_t> own = model.run_options().chunk_logit_bytes;
+  if (!own || *own > 0) return own;
+  return chunk_logit_bytes(runtime::Engine::current()->worker(0).device().is_virtual());
+}
+
 Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : names_(model, leaves_out) {
   const runtime::Pipeline& pipeline = *model.shared_pipeline();
   pipeline.wait_buffers();
@@ -109,11 +116,13 @@ Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : name
   state_["step"] = step;
   state_["steps"] = step;
   state_["versions"] = {{"roundpipe", ROUNDPIPE_VERSION}, {"torch", TORCH_VERSION}};
-  state_["pipelines"] = {
-      {"",
-       {{"calls", pipeline.calls()},
-        {"random_seed", pipeline.random_seed()},
-        {"num_microbatch", model.run_options().microbatches.value_or(default_microbatches(devices))}}}};
+  state_["pipelines"] = {{"",
+                          {{"calls", pipeline.calls()},
+                           {"random_seed", pipeline.random_seed()},
+                           {"num_microbatch", model.run_options().microbatches.value_or(default_microbatches(devices))},
+                           {"chunk_logit_bytes", nullptr}}}};
+  if (const std::optional<int64_t> bytes = chunk_logit_bytes(model))
+    state_["pipelines"][""]["chunk_logit_bytes"] = *bytes;
   state_["devices"] = devices;
   state_["dtypes"] = ordered_json::object();
   state_["outside"] = ordered_json::object();

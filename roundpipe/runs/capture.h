@@ -48,6 +48,9 @@ struct ModelNames {
   const std::string* find(const at::Tensor& parameter) const;
 };
 
+// Bytes of logits in a chunk of the model's loss, if it chooses its chunks itself.
+std::optional<int64_t> chunk_logit_bytes(Model& model);
+
 // A checksum of a tensor's shape, dtype, and its first, middle and last bytes.
 std::string sampled_checksum(const at::Tensor& tensor);
 

@@ -163,6 +163,9 @@ class Check {
           refuse("'", name, "' of '", shown(path), "' is no whole number of at least 0");
         }
       }
+      if (const auto bytes = pipeline.find("chunk_logit_bytes"); bytes != pipeline.end() && !bytes->is_null()) {
+        if (count(*bytes, "'chunk_logit_bytes'", where_) < 1) refuse("'chunk_logit_bytes' is 0, expected 1 or more");
+      }
       const json& microbatches = member(pipeline, "num_microbatch", where_);
       if (microbatches.is_null()) continue;
       const int64_t number = count(microbatches, "'num_microbatch'", where_);

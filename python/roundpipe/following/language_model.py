@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from roundpipe import _core
 from roundpipe.call.loss_function import OwnLoss
 from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
@@ -150,6 +151,7 @@ class LanguageModel:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         # Set only now, after the comparison of bits: values computed in chunks are the same, but their bits differ.
         followed.loss_chunk_tokens, followed.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
+        self._followed = followed
         return found
 
     def _watched(self, followed: FollowedModel, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
@@ -189,7 +191,19 @@ class LanguageModel:
 
     def followed_anew(self) -> LanguageModel:
         """Follows the model again. REQUIRES: nothing runs its layers."""
-        return LanguageModel(self._model, *self._chunks)
+        anew = LanguageModel(self._model, *self._chunks)
+        anew._followed.chunk_logit_bytes = self._followed.chunk_logit_bytes
+        return anew
+
+    def chunk_logit_bytes(self, device: str) -> int | None:
+        """Bytes of fp32 logits in a chunk of the loss on `device`; None if `loss_chunk_tokens` says it otherwise."""
+        if self._followed.loss_chunk_tokens != "auto":
+            return None
+        return self._followed.chunk_logit_bytes or _core.chunk_logit_bytes(device)
+
+    def keep_chunk_logit_bytes(self, number: int) -> None:
+        """Chunks of the loss have so many bytes from now on, on any device."""
+        self._followed.chunk_logit_bytes = number
 
     @property
     def cuts_by_rows(self) -> bool:

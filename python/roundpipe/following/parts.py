@@ -88,6 +88,7 @@ class FollowedModel:
     collected: list[OutputShape] = field(default_factory=list)
     blocks: list[tuple[TokenWise, ...]] = field(default_factory=list)
     loss_chunk_tokens: ChunkTokens = None
+    chunk_logit_bytes: int = 0  # of a choice that is left open; 0: by the kind of device
     mlp_chunk_tokens: ChunkTokens = None
     carried: dict[str, list[Made]] = field(default_factory=dict)
     ends_early: frozenset[str] = frozenset()
@@ -510,12 +511,15 @@ class After(Part):
     @contextmanager
     def _postponing(self, skeleton: Skeleton) -> Iterator[None]:
         """Within the block, the head returns logits that are not computed, and the loss takes them."""
-        model, chunk = self.followed.language_model, self.followed.loss_chunk_tokens
+        followed = self.followed
+        model, chunk = followed.language_model, followed.loss_chunk_tokens
         head: Any = skeleton.of(model.get_output_embeddings())
         whole = skeleton.of(model)
         before = whole.__dict__.get("_loss_function")
         head.__dict__["forward"] = lambda input: LazyLogits.make(input, head.weight, head.bias)
-        whole.__dict__["_loss_function"] = TokenLoss(model.loss_function, chunk if isinstance(chunk, int) else 0)
+        whole.__dict__["_loss_function"] = TokenLoss(
+            model.loss_function, chunk if isinstance(chunk, int) else 0, followed.chunk_logit_bytes
+        )
         try:
             yield
         finally:

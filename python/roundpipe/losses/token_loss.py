@@ -39,11 +39,12 @@ class TokenLoss:
     Args:
         original: the model's own.
         chunk_tokens: number of tokens whose logits are held at a time; 0 chooses.
+        chunk_logit_bytes: see `linear_cross_entropy`.
     """
 
-    def __init__(self, original: Callable[..., Any], chunk_tokens: int) -> None:
+    def __init__(self, original: Callable[..., Any], chunk_tokens: int, chunk_logit_bytes: int) -> None:
         self._original = original
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens, self._chunk_logit_bytes = chunk_tokens, chunk_logit_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
@@ -74,5 +75,6 @@ class TokenLoss:
             steps=logits.steps,
             reduction="mean" if items is None else "sum",
             chunk_tokens=self._chunk_tokens,
+            chunk_logit_bytes=self._chunk_logit_bytes,
         )
         return loss if items is None else loss / items

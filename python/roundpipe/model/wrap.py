@@ -78,7 +78,8 @@ def wrap_model_to_roundpipe(
         model_run_config: options for all modules.
         name: the model's name in messages.
         loss_chunk_tokens: for a followed model: when only the loss is needed, logits are held for this many tokens at a
-            time; "auto" does so if they would take more than 16 MiB, None never does.
+            time; "auto" does so if they would take more than 16 MiB, with as many tokens as have 64 MiB of fp32 logits
+            on the host and 1 GiB on a card (at most 4,096), whatever is free; None never does.
         mlp_chunk_tokens: for a followed model: the inner activations of its MLPs are held for this many tokens at a
             time; "auto" does so for rows of more than 16,384 tokens, None never does.
         native: for a followed model: whether the engine runs its decoder layers itself, without Python. None does so

@@ -81,7 +81,7 @@ def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str
             share = _SHARE if given else None
             state = before(input_ids=torch.zeros_like(labels), **given, **{ENDING: Ending(share, kept=kept)})
             gives_logits = kept is Kept.ALL
-            call = _core.HeadCall(0, 1 if given else None, None, share, gives_logits, chunk_tokens, 1 + len(given))
+            call = _core.HeadCall(0, 1 if given else None, None, share, gives_logits, chunk_tokens, 0, 1 + len(given))
             with torch.enable_grad():
                 theirs, native.structures[bool(given), gives_logits] = split(after(_ending(state, hidden)))
                 mine = _core.apply_head(config, call, norm, weight, bias, [hidden, *given.values()])

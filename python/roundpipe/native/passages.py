@@ -140,9 +140,9 @@ class Passages:
             return None
         chunk = self._followed.loss_chunk_tokens
         gives_logits = labels is None or ending.kept is Kept.ALL
-        call = _core.HeadCall(
-            hidden, labels, items, ending.share, gives_logits, 0 if chunk == "auto" else chunk, inputs
-        )
+        chunk_tokens = 0 if chunk == "auto" else chunk
+        chunk_bytes = self._followed.chunk_logit_bytes
+        call = _core.HeadCall(hidden, labels, items, ending.share, gives_logits, chunk_tokens, chunk_bytes, inputs)
         return call, self.head.structures[labels is not None, gives_logits]
 
     def enter(self, batch: Sequence[tuple[list[torch.Tensor], Structure]]) -> list[_core.Passage | None]:
@@ -177,7 +177,8 @@ class Passages:
         if placed not in (shape, (1, shape[1])):
             return None
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0
-        ways = self.attention(), self.experts(), self._followed.loss_chunk_tokens
+        followed = self._followed
+        ways = self.attention(), self.experts(), followed.loss_chunk_tokens, followed.chunk_logit_bytes
         key = (given, ending, chunk, len(tensors), *ways)
         passage = self._entered.get(key)
         if passage is None:

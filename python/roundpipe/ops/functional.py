@@ -33,6 +33,7 @@ def linear_cross_entropy(
     scale: float | None = None,
     steps: Sequence[LogitStep] | None = None,
     chunk_tokens: int = 0,
+    chunk_logit_bytes: int = 0,
 ) -> torch.Tensor:
     """The cross-entropy of a language model's head, without the logits of all tokens.
 
@@ -63,8 +64,10 @@ def linear_cross_entropy(
         steps: instead of `softcap` and `scale`, a model's own operations in their order, so that in 16 bits they
             round like the model's. Steps up to "float32" run in the dtype of `hidden`, later ones in fp32. Gemma 2:
             `[("divide", 30.0), "tanh", ("multiply", 30.0), "float32"]`.
-        chunk_tokens: tokens in one chunk; 0 = as many as have 64 MiB of fp32 logits, but at most 4096, and at least 128
+        chunk_tokens: tokens in one chunk; 0 = as many as fit `chunk_logit_bytes`, but at most 4096, and at least 128
             (256 from a width of 1024).
+        chunk_logit_bytes: bytes of fp32 logits in such a chunk; 0 = 64 MiB on the host and 1 GiB on a card. The chunks
+            decide about the last bits of gradients.
 
     Returns:
         A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not supported.
@@ -80,6 +83,7 @@ def linear_cross_entropy(
     options = _core.LinearCrossEntropyOptions()
     options.ignore_index = ignore_index
     options.chunk_tokens = chunk_tokens
+    options.chunk_logit_bytes = chunk_logit_bytes
     options.steps = _logit_steps(softcap, scale, steps)
     total = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
     if reduction == "sum":

@@ -59,7 +59,7 @@ class LayerShape:
 
 @dataclasses.dataclass(frozen=True)
 class ModelShapes:
-    """A model, with one microbatch of one row of tokens.
+    """A model, with one microbatch of rows of so many tokens.
 
     Attributes:
         layers: the part before the model's own layers, these layers, and the part after them.
@@ -128,11 +128,14 @@ def make_model(
     return made
 
 
-def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
-    """Measures each layer for a microbatch of one row.
+def measure(
+    model: nn.Module, tokens: int, name: str = "model", rows: int = 1, chunk_logit_bytes: int = 0
+) -> ModelShapes:
+    """Measures each layer for a microbatch of some rows.
 
     Args:
         model: from `make_model`.
+        chunk_logit_bytes: of the loss, see `linear_cross_entropy`; 0: as on a card.
 
     Raises:
         ValueError: its forward needs values, or it is not a causal language model.
@@ -140,7 +143,7 @@ def measure(model: nn.Module, tokens: int, name: str = "model") -> ModelShapes:
     inner = language_model_in(model)
     if inner is None:
         raise ValueError(f"[shapes] {type(model).__name__} is not a causal language model of transformers")
-    walk = _Walk(model, inner, tokens)
+    walk = _Walk(model, inner, (rows, tokens), chunk_logit_bytes)
     try:
         layers = walk.run()
     except NotImplementedError as error:
@@ -198,11 +201,11 @@ def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
 class _Walk:
     """One forward of the model, with its layers run separately."""
 
-    def __init__(self, model: nn.Module, inner: Any, tokens: int) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, inner: Any, shape: tuple[int, int], chunk_logit_bytes: int) -> None:
+        self._model, self._chunk_logit_bytes = model, chunk_logit_bytes
         self._inner = inner
         self._layers = list(find_layers(inner))
-        self._ids = torch.empty((1, tokens), dtype=torch.int64, device=_META)
+        self._ids = torch.empty(shape, dtype=torch.int64, device=_META)
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
         self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
@@ -356,7 +359,7 @@ class _Walk:
             return
         before = self._inner.__dict__.get("_loss_function")
         head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
-        self._inner.__dict__["_loss_function"] = TokenLoss(self._inner.loss_function, 0)
+        self._inner.__dict__["_loss_function"] = TokenLoss(self._inner.loss_function, 0, self._chunk_logit_bytes)
         try:
             yield
         finally:

@@ -309,6 +309,7 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
                 "calls": pipe._pipeline.calls,
                 "random_seed": pipe._pipeline.random_seed,
                 "num_microbatch": _microbatches(pipe),
+                "chunk_logit_bytes": _chunk_logit_bytes(pipe),
             }
             for path, pipe in group.models.pipes()
         },
@@ -342,6 +343,11 @@ def _microbatches(pipe: Any) -> int | None:
     """The number of microbatches in force; None while it is still to be chosen."""
     config = resolve(None, pipe._run_config, devices=len(devices()), chosen=pipe._auto_microbatches)
     return None if config.num_microbatch_is_open else config.num_microbatch
+
+
+def _chunk_logit_bytes(pipe: Any) -> int | None:
+    followed = object.__getattribute__(pipe, "__dict__").get("_language_model")
+    return None if followed is None else followed.chunk_logit_bytes(devices().torch_devices[0])
 
 
 def _versions() -> dict[str, str]:

@@ -315,6 +315,7 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
         pipe._pipeline.calls = saved["calls"]
         pipe._pipeline.random_seed = own.seed(path)
         attributes = object.__getattribute__(pipe, "__dict__")
+        _keep_chunks(attributes, saved.get("chunk_logit_bytes", _core.chunk_logit_bytes("cpu")))
         before, number = attributes["_run_config"].num_microbatch, saved["num_microbatch"]
         if number is None or before == number:
             continue
@@ -328,3 +329,20 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
                 "results stay the same",
                 file=sys.stderr,
             )
+
+
+def _keep_chunks(attributes: dict[str, Any], number: int | None) -> None:
+    """Losses go on in chunks of the size that they had, which belongs to the bits. Checkpoints that do not say it are
+    from before cards had larger ones than the host."""
+    followed = attributes.get("_language_model")
+    if number is None or followed is None:
+        return
+    before = followed.chunk_logit_bytes(devices().torch_devices[0])
+    if before is None or before == number:
+        return
+    followed.keep_chunk_logit_bytes(number)
+    print(
+        f"[load_checkpoint] chunks of the loss of {attributes['_name']} have {number >> 20:,} MiB of logits, as in the "
+        f"checkpoint, so that results stay the same; here, they would have {before >> 20:,} MiB",
+        file=sys.stderr,
+    )

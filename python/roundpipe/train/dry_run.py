@@ -16,7 +16,7 @@ from roundpipe import _core
 from roundpipe.machine.meter import matmul_gflops, measure
 from roundpipe.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.memory.host import free_host_bytes
-from roundpipe.planning.fit import Fit, Layers, card_of_tflops, costs_of_shapes, fit
+from roundpipe.planning.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
 from roundpipe.planning.machine import Machine
 from roundpipe.planning.machine import load as load_machine
 from roundpipe.planning.options import WITH_8BIT
@@ -111,20 +111,17 @@ def dry_run(
 
 def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     pool = roundpipe.devices()
-    shapes = _shapes(config)
     all_rows = max(1, config.tokens_of_step // config.length)
     microbatches = min(config.microbatches or len(pool) + 1, all_rows)
     rows = math.ceil(all_rows / microbatches)
     device = torch.device(pool.torch_devices[0])
+    shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)))
     dtype = next(shapes.model.parameters()).dtype
     gflops = matmul_gflops(device, dtype)
     # Virtual devices share the host's cores.
     shared = len(pool) if device.type == "cpu" else 1
     costs = machine.costs(costs_of_shapes(shapes, card_of_tflops(gflops / 1000 / shared)))
-    costs = dataclasses.replace(costs, layers=[_rows_of(cost, rows) for cost in costs.layers])
-    layers = Layers(
-        [layer.size for layer in shapes.layers], [layer.footprint.scaled(rows, 1) for layer in shapes.layers]
-    )
+    layers = layers_of_shapes(shapes)
     given = None if is_unmeasured(config.device_memory) else config.device_memory
     budget = None if given is None else _core.parse_bytes(given)
     of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
@@ -145,22 +142,9 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     return Forecast(shapes, rows, microbatches, found, host, room)
 
 
-def _shapes(config: TrainConfig) -> ModelShapes:
+def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShapes:
     name = base_of_adapter(config.adapter) if config.adapter else config.model
-    return measure_shapes(meta_model(config), config.length, Path(name).name)
-
-
-def _rows_of(cost: _core.LayerCost, rows: int) -> _core.LayerCost:
-    """The costs of a microbatch of so many rows."""
-    return _core.LayerCost(
-        forward_ms=rows * cost.forward_ms,
-        backward_ms=rows * cost.backward_ms,
-        weight_bytes=cost.weight_bytes,
-        gradient_bytes=cost.gradient_bytes,
-        trained=cost.trained,
-        activation_bytes=rows * cost.activation_bytes,
-        saved_bytes=rows * cost.saved_bytes,
-    )
+    return measure_shapes(meta_model(config), config.length, Path(name).name, rows, chunk_logit_bytes)
 
 
 def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Machine) -> Iterator[str]:

@@ -167,11 +167,13 @@ void bind_models(py::module_& module) {
            py::kw_only(), py::arg("norm_eps"), py::arg("scales_norm_in_float"));
   py::class_<HeadCall>(module, "HeadCall")
       .def(py::init([](int hidden, std::optional<int> labels, std::optional<int> items, std::optional<double> share,
-                       bool gives_logits, std::optional<int64_t> chunk_tokens, size_t inputs) {
-             return HeadCall{hidden, labels, items, share, gives_logits, chunk_tokens, inputs, nullptr};
+                       bool gives_logits, std::optional<int64_t> chunk_tokens, int64_t chunk_logit_bytes,
+                       size_t inputs) {
+             return HeadCall{hidden, labels, items, share, gives_logits, chunk_tokens, chunk_logit_bytes,
+                             inputs, nullptr};
            }),
            py::arg("hidden"), py::arg("labels"), py::arg("items"), py::arg("share"), py::arg("gives_logits"),
-           py::arg("chunk_tokens"), py::arg("inputs"));
+           py::arg("chunk_tokens"), py::arg("chunk_logit_bytes"), py::arg("inputs"));
   module.attr("ADAPTABLE") = py::cast(std::vector<std::string>(models::kAdaptable.begin(), models::kAdaptable.end()));
   module.attr("RESULT") = DecoderCall::kResult;
   module.attr("ROUTER_LOGITS") = DecoderCall::kRouterLogits;

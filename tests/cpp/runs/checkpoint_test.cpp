@@ -178,6 +178,34 @@ TEST_SUITE("checkpoint") {
     }
   }
 
+  TEST_CASE("losses go on in chunks of the size that they had") {
+    set_devices("virtual:1");
+    const auto make = [](std::optional<int64_t> bytes) {
+      auto made = std::make_unique<Training>(at::kFloat, torch::optim::SGDOptions(0.1), OptimizerFormat{});
+      made->model.run_options().chunk_logit_bytes = bytes;
+      return made;
+    };
+    using Bytes = std::optional<int64_t>;
+    struct Case {
+      Bytes saved, own, after;
+    };
+    // 0: as the host has it, 64 MiB.
+    for (const auto& [saved, own, after] : {Case{1 << 20, 0, 1 << 20}, Case{0, 0, 0}, Case{0, 1 << 20, 64 << 20},
+                                            Case{{}, 0, 0}, Case{1 << 20, {}, {}}}) {
+      const Folder folder;
+      const auto first = make(saved);
+      first->run(1, false);
+      save_checkpoint(folder.path(), first->model, first->optimizer).wait();
+      const auto second = make(own);
+      told.clear();
+      set_frontend(std::make_unique<Listener>());
+      load_checkpoint(folder.path(), second->model, second->optimizer);
+      set_frontend(nullptr);
+      CHECK(second->model.run_options().chunk_logit_bytes == after);
+      CHECK(told.size() == (own == after ? 0 : 1));
+    }
+  }
+
   TEST_CASE("libtorch's optimizers are saved and go on") {
     set_devices("virtual:2");
     using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const nn::Sequential&)>;

@@ -108,6 +108,26 @@ def test_bits_of_microbatches_and_packed_attention(
             compare(out, expected(folder(name), batch, "float32", attention, 2))
 
 
+def test_chunks_of_a_loss_have_the_bytes_that_are_asked_for(program: Program, tmp_path: Path) -> None:
+    model = make_folder(
+        tmp_path / "model", {"model_type": "llama", "vocab_size": 40_000, "max_position_embeddings": 600}
+    )
+    ids = torch.randint(40_000, (1, 600), generator=torch.Generator().manual_seed(2))
+    save_file({"ids": ids, "labels": ids.clone()}, tmp_path / "batch")
+
+    def gradient(**options: int) -> torch.Tensor:
+        out = tmp_path / "out"
+        assert program.run(model=model, batch=tmp_path / "batch", out=out, **options) == "ok"
+        found = load_file(out)["grad.lm_head.weight"].clone()
+        out.unlink()
+        return found
+
+    # 64 MiB are 419 tokens, so 300 at a time; 1 MiB would be fewer than the least, 128, so 120 at a time.
+    assert torch.equal(gradient(), gradient(loss_chunk=300))
+    assert torch.equal(gradient(chunk_logit_bytes=2**20), gradient(loss_chunk=120))
+    assert not torch.equal(gradient(), gradient(loss_chunk=120))
+
+
 @pytest.mark.parametrize("name", ["llama, wide heads", "qwen3, tied"])
 def test_a_saved_folder_is_the_model(
     name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path

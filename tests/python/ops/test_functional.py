@@ -462,6 +462,46 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
         assert seen.elements == largest
 
 
+class Products(TorchDispatchMode):
+    """The rows of products with the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.out:
+            self.rows.append(args[0].shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "device", "rows"),
+    [
+        (151_936, "meta", [1500, 1500, 1500, 1500]),  # as on a card: 1 GiB is 1,766 tokens
+        (32_000, "meta", [3000, 3000]),  # 4,096 at most
+        (16_384, "cpu", [1000, 1000, 1000]),  # 64 MiB is 1,024 tokens
+        (151_936, "cpu", [100, 100, 100]),  # 128 at least
+    ],
+)
+def test_chunks_are_large_on_cards(vocabulary: int, device: str, rows: list[int]) -> None:
+    hidden, weight = torch.zeros(sum(rows), 4, device=device), torch.zeros(vocabulary, 4, device=device)
+    labels = torch.zeros(sum(rows), dtype=torch.int64, device=device)
+    with Products() as products:
+        linear_cross_entropy(hidden, weight, labels)
+    assert products.rows == rows
+
+
+def test_a_given_size_of_chunks_holds_on_any_device() -> None:
+    hidden, weight = torch.zeros(3000, 4, device="meta"), torch.zeros(32_000, 4, device="meta")
+    labels = torch.zeros(3000, dtype=torch.int64, device="meta")
+    with Products() as products:
+        linear_cross_entropy(hidden, weight, labels, chunk_logit_bytes=64 << 20)
+    assert products.rows == [500] * 6
+    with pytest.raises(ValueError, match="chunk_logit_bytes is -1"):
+        linear_cross_entropy(hidden, weight, labels, chunk_logit_bytes=-1)
+
+
 class Head(nn.Module):
     """A head whose outcome is its loss."""
 

@@ -105,6 +105,48 @@ def test_the_number_of_microbatches_is_the_checkpoint_s(tmp_path: Path, capsys: 
     assert_same_state(resumed.final(), expected)
 
 
+@pytest.mark.parametrize("native", [False, None])
+def test_a_loss_goes_on_in_chunks_of_the_size_that_it_had(
+    native: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make() -> tuple[Any, Any]:
+        sizes = {"vocab_size": 40_000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        pipe = roundpipe.wrap_model_to_roundpipe(
+            model, native=native, model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=1)
+        )
+        return pipe, roundpipe.optim.SGD(pipe, lr=0.1)
+
+    def run(pipe: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            ids = torch.randint(40_000, (1, 600), generator=torch.Generator().manual_seed(step))
+            pipe.forward_backward((), {"input_ids": ids, "labels": ids})
+            pipe.step(optimizer)
+        pipe.synchronize()
+        return [parameter.detach().clone() for parameter in pipe.parameters()]
+
+    roundpipe.devices("virtual:1")
+    first, optimizer = make()
+    first._language_model.keep_chunk_logit_bytes(2**20)  # as if saved where chunks have another size
+    run(first, optimizer, range(2))
+    roundpipe.save_checkpoint(tmp_path, first, optimizer, wait=True)
+    expected = run(first, optimizer, range(2, 4))
+    plain, optimizer = make()
+    plain_result = run(plain, optimizer, range(4))
+    assert not all(map(torch.equal, plain_result, expected))
+    resumed, optimizer = make()
+    roundpipe.load_checkpoint(tmp_path, resumed, optimizer)
+    assert "have 1 MiB of logits, as in the checkpoint" in capsys.readouterr().err
+    assert all(map(torch.equal, run(resumed, optimizer, range(2, 4)), expected))
+    roundpipe.save_checkpoint(tmp_path / "again", resumed, optimizer, wait=True)
+    again, optimizer = make()
+    roundpipe.load_checkpoint(tmp_path / "again", again, optimizer)
+    assert again._language_model.chunk_logit_bytes("cpu") == 2**20
+
+
 def test_every_step_may_be_saved(tmp_path: Path) -> None:
     recipe = Recipe(dtype=torch.bfloat16)
     expected = uninterrupted(recipe, 6)
