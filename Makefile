@@ -117,6 +117,11 @@ $(VENV)/.test: $(VENV)/.package
 	@$(call install,test)
 	@touch $@
 
+# Only NVIDIA's compiler of kernels, 58 MB; it needs no card.
+$(VENV)/.card: $(VENV)/.test
+	@$(call install,card)
+	@touch $@
+
 $(VENV)/.bench: $(VENV)/.package
 	@$(call install,bench)
 	@touch $@
@@ -225,7 +230,7 @@ endef
 # Finds tests that compare the bits of a batch with those of its microbatches, which Intel's AMX has differently.
 SHAPE_BITS = env LD_PRELOAD="$(CURDIR)/$(BUILD)/tests/shape_bits/libshape_bits.so"
 
-test-all: build-tests $(VENV)/.test
+test-all: build-tests $(VENV)/.card
 	@echo "== sweeps that make test leaves out"
 	@$(PYTEST_BALANCED) -m "long or hypothesis" --hypothesis-profile=long
 	$(call in_setting,ATEN_CPU_CAPABILITY=default)

@@ -1,4 +1,5 @@
 #include <roundpipe/core/memory_rules.h>
+#include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
 #include <roundpipe/ops/packed_attention.h>
@@ -61,6 +62,10 @@ void bind_linear_cross_entropy(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_kernels(py::module_& module) {
+  module.def("card_source", [] { return std::string(kernels::card_source()); });
+}
+
 void bind_chunked_mlp(py::module_& module) {
   py::class_<ChunkedMapOptions>(module, "ChunkedMapOptions")
       .def(py::init<>())
@@ -116,6 +121,7 @@ void bind_packed_attention(py::module_& module) {
 void bind_ops(py::module_& module) {
   bind_packed_attention(module);
   bind_linear_cross_entropy(module);
+  bind_kernels(module);
   bind_chunked_mlp(module);
 }
 

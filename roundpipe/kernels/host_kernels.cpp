@@ -1,0 +1,338 @@
+#include <roundpipe/kernels/host_kernels.h>
+
+#include <algorithm>
+#include <bit>
+#include <stdexcept>
+#include <tuple>
+#include <vector>
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/numbers.inl>
+
+#include <roundpipe/kernels/teams.inl>
+
+#include <roundpipe/kernels/cross_entropy.inl>
+#include <roundpipe/kernels/gates.inl>
+#include <roundpipe/kernels/rms_norm.inl>
+#include <roundpipe/kernels/rotary.inl>
+
+namespace roundpipe::kernels {
+
+using at::Tensor;
+
+namespace {
+
+constexpr int kPiece = kMostLanes * kVector;  // elements of an item where rows have no meaning
+constexpr Int64 kMostParts = 1024;            // partial sums of a norm's weight
+
+template <typename... Parts>
+[[noreturn]] void refuse(const char* where, const Parts&... parts) {
+  throw std::invalid_argument(concat("[", where, "] ", parts...));
+}
+
+// Calls run(T()) for the kernels' type of the dtype.
+template <typename Run>
+void for_dtype(const char* where, at::ScalarType dtype, Run&& run) {
+  if (dtype == at::kBFloat16) return run(BFloat16());
+  if (dtype == at::kHalf) return run(Float16());
+  if (dtype == at::kFloat) return run(float());
+  refuse(where, "the dtype is ", dtype, ", expected bf16, fp16 or fp32");
+}
+
+template <typename T>
+const T* read_of(const Tensor& tensor) {
+  return static_cast<const T*>(tensor.const_data_ptr());
+}
+template <typename T>
+T* write_of(const Tensor& tensor) {
+  return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+// Lanes of a team for rows of this width, a power of two.
+int lanes_for(Int64 width) {
+  const auto vectors = static_cast<unsigned>(std::max<Int64>(1, (width + kVector - 1) / kVector));
+  return static_cast<int>(std::min<unsigned>(kMostLanes, std::bit_ceil(vectors)));
+}
+
+// Whether all vectors of contiguous rows lie at multiples of their size.
+bool are_aligned(Int64 width, std::initializer_list<const Tensor*> tensors) {
+  return width % kVector == 0 && std::ranges::all_of(tensors, [](const Tensor* tensor) {
+           constexpr std::uintptr_t kAlignment = 16;
+           return !tensor->defined() || reinterpret_cast<std::uintptr_t>(tensor->const_data_ptr()) % kAlignment == 0;
+         });
+}
+
+template <typename Kernel>
+void run_items(const Kernel& kernel) {
+  const Int64 floats = static_cast<Int64>(kernel.lanes) * Kernel::kNumbers + kernel.floats();
+  const Int64 grain = std::max<Int64>(1, 4 * kPiece / std::max(1, kernel.width * kernel.most_rows()));
+  at::parallel_for(0, kernel.items, grain, [&](Int64 begin, Int64 end) {
+    std::vector<float> shared(static_cast<size_t>(floats));
+    for (Int64 item = begin; item < end; ++item) run(kernel, item, shared.data());
+  });
+}
+
+bool has_values(const Tensor& tensor) { return !tensor.is_meta() && tensor.numel() > 0; }
+
+void check_norm(const Tensor& input, const Tensor& weight) {
+  constexpr const char* kWhere = "rms_norm";
+  if (input.dim() < 1 || weight.dim() != 1 || input.size(-1) != weight.size(0)) {
+    refuse(kWhere, "the input has shape ", input.sizes(), " and the weight ", weight.sizes(),
+           ", expected [..., width] and [width]");
+  }
+  if (input.size(-1) > kWidestNorm) {
+    refuse(kWhere, "rows have ", input.size(-1), " numbers, expected at most ", kWidestNorm);
+  }
+  if (weight.scalar_type() != input.scalar_type() && weight.scalar_type() != at::kFloat) {
+    refuse(kWhere, "the weight is ", weight.scalar_type(), " and the input ", input.scalar_type(),
+           ", expected the same or fp32");
+  }
+}
+
+void check_same(const char* where, const Tensor& a, const Tensor& b) {
+  if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type()) return;
+  refuse(where, "got ", a.scalar_type(), " ", a.sizes(), " and ", b.scalar_type(), " ", b.sizes(),
+         ", expected one dtype and shape");
+}
+
+Int64 rows_of(const Tensor& tensor) { return tensor.size(-1) == 0 ? 0 : tensor.numel() / tensor.size(-1); }
+
+// Calls run(T(), W()) for the dtypes of a norm's rows and weight.
+template <typename Run>
+void for_norm(const Tensor& input, const Tensor& weight, Run&& run) {
+  for_dtype("rms_norm", input.scalar_type(), [&](auto type) {
+    if (weight.scalar_type() == input.scalar_type()) {
+      run(type, type);
+    } else {
+      run(type, float());
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional<Tensor>& added, const Tensor& by,
+                                        double eps) {
+  check_norm(given, by);
+  if (added) check_same("add_rms_norm", given, *added);
+  const Tensor input = given.contiguous(), weight = by.contiguous();
+  const Tensor residual = added ? added->contiguous() : Tensor();
+  const Tensor normed = at::empty(input.sizes(), input.options());
+  const Tensor sum = added ? at::empty(input.sizes(), input.options()) : at::empty({0}, input.options());
+  const Tensor scales = at::empty({rows_of(input)}, input.options().dtype(at::kFloat));
+  if (!has_values(input)) return {sum, normed, scales};
+  for_norm(input, weight, [&]<typename T, typename W>(T, W) {
+    RmsNorm<T, W> kernel{};
+    kernel.items = scales.size(0);
+    kernel.width = static_cast<int>(input.size(-1));
+    kernel.lanes = lanes_for(kernel.width);
+    kernel.aligned = are_aligned(kernel.width, {&input, &residual, &weight, &sum, &normed});
+    kernel.eps = static_cast<float>(eps);
+    kernel.input = read_of<T>(input);
+    kernel.residual = added ? read_of<T>(residual) : nullptr;
+    kernel.weight = read_of<W>(weight);
+    kernel.sum = write_of<T>(sum);
+    kernel.normed = write_of<T>(normed);
+    kernel.scales = write_of<float>(scales);
+    run_items(kernel);
+  });
+  return {sum, normed, scales};
+}
+
+std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const std::optional<Tensor>& sum_gradient,
+                                         const Tensor& given, const Tensor& by, const Tensor& scales,
+                                         bool weight_trains) {
+  const Tensor input = given.contiguous(), weight = by.contiguous(), g = normed_gradient.contiguous();
+  const Tensor more = sum_gradient ? sum_gradient->contiguous() : Tensor();
+  const Tensor gradient = at::empty(input.sizes(), input.options());
+  const Tensor sums = weight_trains ? at::zeros(weight.sizes(), weight.options()) : at::empty({0}, weight.options());
+  if (!has_values(input)) return {gradient, sums};
+  for_norm(input, weight, [&]<typename T, typename W>(T, W) {
+    RmsNormBackward<T, W> kernel{};
+    kernel.all_rows = scales.size(0);
+    kernel.rows_of_item = static_cast<int>((kernel.all_rows + kMostParts - 1) / kMostParts);
+    kernel.items = (kernel.all_rows + kernel.rows_of_item - 1) / kernel.rows_of_item;
+    kernel.width = static_cast<int>(input.size(-1));
+    kernel.lanes = lanes_for(kernel.width);
+    kernel.aligned = are_aligned(kernel.width, {&input, &weight, &g, &more, &gradient});
+    kernel.normed_gradient = read_of<T>(g);
+    kernel.sum_gradient = sum_gradient ? read_of<T>(more) : nullptr;
+    kernel.input = read_of<T>(input);
+    kernel.weight = read_of<W>(weight);
+    kernel.scales = read_of<float>(scales);
+    kernel.gradient = write_of<T>(gradient);
+    Tensor parts;
+    if (weight_trains) {
+      parts = at::empty({kernel.items, kernel.width}, scales.options());
+      kernel.weight_parts = write_of<float>(parts);
+    }
+    run_items(kernel);
+    if (!weight_trains) return;
+    ColumnSum<W> sum{};
+    sum.all = kernel.width;
+    sum.width = kPiece;
+    sum.lanes = kMostLanes;
+    sum.items = (sum.all + kPiece - 1) / kPiece;
+    sum.all_rows = static_cast<int>(kernel.items);
+    sum.parts = read_of<float>(parts);
+    sum.sums = write_of<W>(sums);
+    run_items(sum);
+  });
+  return {gradient, sums};
+}
+
+Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_sin, bool backward) {
+  constexpr const char* kWhere = "rotary";
+  constexpr int64_t kDims = 4;
+  if (given.dim() != kDims || given.size(3) % 2 != 0) {
+    refuse(kWhere, "the states have shape ", given.sizes(), ", expected [rows, tokens, heads, an even width]");
+  }
+  const int64_t rows = given.size(0), tokens = given.size(1), heads = given.size(2), width = given.size(3);
+  check_same(kWhere, given_cos, given_sin);
+  const bool whole = given_cos.dim() == 3 && given_cos.size(2) == width;
+  if (given_cos.dim() != 3 || (given_cos.size(0) != 1 && given_cos.size(0) != rows) || given_cos.size(1) != tokens ||
+      (!whole && 2 * given_cos.size(2) != width) || given_cos.scalar_type() != given.scalar_type()) {
+    refuse(kWhere, "the tables are ", given_cos.scalar_type(), " ", given_cos.sizes(), ", expected ",
+           given.scalar_type(), " [", rows, " or 1, ", tokens, ", ", width, " or ", width / 2, "]");
+  }
+  const Tensor states = given.contiguous(), cos = given_cos.contiguous(), sin = given_sin.contiguous();
+  const Tensor turned = at::empty(states.sizes(), states.options());
+  if (!has_values(states)) return turned;
+  for_dtype(kWhere, states.scalar_type(), [&]<typename T>(T) {
+    Rotary<T> kernel{};
+    kernel.items = rows * tokens;
+    kernel.half = static_cast<int>(width / 2);
+    kernel.width = static_cast<int>(heads * kernel.half);
+    kernel.lanes = lanes_for(kernel.width);
+    kernel.aligned = are_aligned(kernel.half, {&states, &cos, &sin, &turned});
+    kernel.table_tokens = cos.size(0) * tokens;
+    kernel.whole_tables = whole;
+    kernel.backward = backward;
+    kernel.states = read_of<T>(states);
+    kernel.cos = read_of<T>(cos);
+    kernel.sin = read_of<T>(sin);
+    kernel.turned = write_of<T>(turned);
+    run_items(kernel);
+  });
+  return turned;
+}
+
+// What both directions of a gate set.
+template <typename Kernel>
+Kernel gate_kernel(Int64 all, int step, std::optional<double> alpha, double limit) {
+  Kernel kernel{};
+  kernel.all = all;
+  kernel.width = kPiece;
+  kernel.lanes = kMostLanes;
+  kernel.items = (all + kPiece - 1) / kPiece;
+  kernel.step = step;
+  kernel.form = {alpha.has_value(), static_cast<float>(alpha.value_or(1)), static_cast<float>(limit)};
+  return kernel;
+}
+
+// `up` undefined: it alternates with the gate.
+Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::optional<double> alpha, double limit) {
+  const Tensor first = given.contiguous(), up = given_up ? given_up->contiguous() : Tensor();
+  if (given_up) check_same("silu_gate", first, up);
+  if (!given_up && (given.dim() < 1 || given.size(-1) % 2 != 0)) {
+    refuse("clamped_gate", "the input has shape ", given.sizes(), ", expected an even last dimension");
+  }
+  std::vector<int64_t> shape = first.sizes().vec();
+  if (!given_up) shape.back() /= 2;
+  const Tensor result = at::empty(shape, first.options());
+  if (!has_values(result)) return result;
+  for_dtype("gate", first.scalar_type(), [&]<typename T>(T) {
+    auto kernel = gate_kernel<Gate<T>>(result.numel(), given_up ? 1 : 2, alpha, limit);
+    kernel.aligned = are_aligned(kPiece, {&first, &up, &result});
+    kernel.gate = read_of<T>(first);
+    kernel.up = given_up ? read_of<T>(up) : kernel.gate + 1;
+    kernel.result = write_of<T>(result);
+    run_items(kernel);
+  });
+  return result;
+}
+
+std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Tensor& given,
+                                         const std::optional<Tensor>& given_up, std::optional<double> alpha,
+                                         double limit) {
+  const Tensor gradient = given_gradient.contiguous(), first = given.contiguous();
+  const Tensor up = given_up ? given_up->contiguous() : Tensor();
+  const Tensor of_gate = at::empty(first.sizes(), first.options());
+  const Tensor of_up = given_up ? at::empty(up.sizes(), up.options()) : at::empty({0}, first.options());
+  if (!has_values(gradient)) return {of_gate, of_up};
+  for_dtype("gate", first.scalar_type(), [&]<typename T>(T) {
+    auto kernel = gate_kernel<GateBackward<T>>(gradient.numel(), given_up ? 1 : 2, alpha, limit);
+    kernel.aligned = are_aligned(kPiece, {&gradient, &first, &up, &of_gate, &of_up});
+    kernel.gradient = read_of<T>(gradient);
+    kernel.gate = read_of<T>(first);
+    kernel.up = given_up ? read_of<T>(up) : kernel.gate + 1;
+    kernel.gate_gradient = write_of<T>(of_gate);
+    kernel.up_gradient = given_up ? write_of<T>(of_up) : kernel.gate_gradient + 1;
+    run_items(kernel);
+  });
+  return {of_gate, of_up};
+}
+
+Tensor token_losses(Tensor logits, const Tensor& given_labels, int64_t ignore_index, bool writes_gradient) {
+  constexpr const char* kWhere = "cross_entropy_";
+  if (logits.dim() != 2 || !logits.is_contiguous() || given_labels.dim() != 1 ||
+      given_labels.size(0) != logits.size(0) || given_labels.scalar_type() != at::kLong) {
+    refuse(kWhere, "got logits ", logits.sizes(), " and ", given_labels.scalar_type(), " labels ", given_labels.sizes(),
+           ", expected contiguous [tokens, vocabulary] and int64 [tokens]");
+  }
+  const Tensor labels = given_labels.contiguous();
+  const Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
+  if (!has_values(logits)) return losses;
+  for_dtype(kWhere, logits.scalar_type(), [&]<typename T>(T) {
+    CrossEntropy<T> kernel{};
+    kernel.items = logits.size(0);
+    kernel.width = static_cast<int>(logits.size(1));
+    kernel.lanes = lanes_for(kernel.width);
+    kernel.aligned = are_aligned(kernel.width, {&logits});
+    kernel.writes = writes_gradient;
+    kernel.ignored = ignore_index;
+    kernel.logits = write_of<T>(logits);
+    kernel.labels = reinterpret_cast<const Int64*>(labels.const_data_ptr<int64_t>());
+    kernel.losses = write_of<float>(losses);
+    run_items(kernel);
+  });
+  return losses;
+}
+
+Tensor& add_to(Tensor& sums, const Tensor& addends) {
+  if (sums.scalar_type() != at::kFloat || sums.sizes() != addends.sizes() || !sums.is_contiguous() ||
+      !addends.is_contiguous()) {
+    refuse("add_wide_", "got ", sums.scalar_type(), " ", sums.sizes(), " and ", addends.sizes(),
+           ", expected contiguous fp32 sums and contiguous addends of one shape");
+  }
+  if (!has_values(sums)) return sums;
+  for_dtype("add_wide_", addends.scalar_type(), [&]<typename T>(T) {
+    WideSum<T> kernel{};
+    kernel.all = sums.numel();
+    kernel.width = kPiece;
+    kernel.lanes = kMostLanes;
+    kernel.items = (kernel.all + kPiece - 1) / kPiece;
+    kernel.aligned = are_aligned(kPiece, {&sums, &addends});
+    kernel.sums = write_of<float>(sums);
+    kernel.addends = read_of<T>(addends);
+    run_items(kernel);
+  });
+  return sums;
+}
+
+}  // namespace
+
+void add_host_kernels(torch::Library& library) {
+  library.impl("_rms_norm", norm);
+  library.impl("_rms_norm_backward", norm_backward);
+  library.impl("_rotary", turn);
+  library.impl("_gate", gate);
+  library.impl("_gate_backward", gate_backward);
+  library.impl("cross_entropy_", token_losses);
+  library.impl("add_wide_", add_to);
+}
+
+}  // namespace roundpipe::kernels

@@ -1,0 +1,161 @@
+// Numbers of the kernels, on the host and on cards, with the same bits: what a card's compiler would do in its own way
+// (16-bit formats, exponentials) is written out. Nothing is included, since run-time compilers find no headers.
+#ifdef ROUNDPIPE_ON_CARD
+#define ROUNDPIPE_CODE __device__ __forceinline__
+#else
+#define ROUNDPIPE_CODE inline __attribute__((always_inline))
+#endif
+
+namespace roundpipe::kernels {
+
+using Int64 = long long;
+
+ROUNDPIPE_CODE unsigned bits_of(float number) {
+#ifdef ROUNDPIPE_ON_CARD
+  return __float_as_uint(number);
+#else
+  return __builtin_bit_cast(unsigned, number);
+#endif
+}
+
+ROUNDPIPE_CODE float from_bits(unsigned bits) {
+#ifdef ROUNDPIPE_ON_CARD
+  return __uint_as_float(bits);
+#else
+  return __builtin_bit_cast(float, bits);
+#endif
+}
+
+struct BFloat16 {
+  unsigned short bits;
+};
+struct Float16 {
+  unsigned short bits;
+};
+
+ROUNDPIPE_CODE float to_float(float number) { return number; }
+ROUNDPIPE_CODE float to_float(BFloat16 number) { return from_bits(static_cast<unsigned>(number.bits) << 16); }
+ROUNDPIPE_CODE float to_float(Float16 number) {
+  const unsigned sign = (number.bits & 0x8000u) << 16, magnitude = (number.bits & 0x7fffu) << 13;
+  const unsigned exponent = magnitude & 0x0f800000u;
+  // Infinities and NaN; numbers; subnormal ones, which float has as plain numbers.
+  const unsigned special = magnitude | 0x7f800000u, plain = magnitude + 0x38000000u;
+  const unsigned small = bits_of(from_bits(magnitude + 0x38800000u) - from_bits(0x38800000u));
+  return from_bits(sign | (exponent == 0x0f800000u ? special : exponent == 0 ? small : plain));
+}
+
+// Rounds to nearest, ties to even; NaN is torch's.
+ROUNDPIPE_CODE void round_to(float& to, float number) { to = number; }
+ROUNDPIPE_CODE void round_to(BFloat16& to, float number) {
+  const unsigned bits = bits_of(number);
+  const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  to.bits = static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+ROUNDPIPE_CODE void round_to(Float16& to, float number) {
+  const unsigned bits = bits_of(number), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const unsigned shifted = magnitude - 0x38000000u;
+  const unsigned plain = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;
+  const unsigned small = bits_of(from_bits(magnitude) + 0.5f) - bits_of(0.5f);  // 2^-24 is the last bit of both
+  const unsigned special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const unsigned rounded = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? small : plain;
+  to.bits = static_cast<unsigned short>(sign | rounded);
+}
+
+// e^x within 2 units in the last place: the polynomial of Moshier's Cephes library (expf).
+ROUNDPIPE_CODE float exponential(float x) {
+  const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;               // NaN stays
+  const float count = (bounded * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to a whole number
+  float rest = bounded - count * 0.693359375f;
+  rest = rest - count * -2.12194440e-4f;
+  float sum = 1.9875691500e-4f;
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * (rest * rest) + rest;
+  sum = sum + 1.0f;
+  // 2^count in two factors, which are plain numbers each. A NaN's count is any number, but its sum is NaN.
+  const int power = static_cast<int>(count == count ? count : 0.0f), half = power / 2;
+  const float low = from_bits(static_cast<unsigned>(half + 127) << 23);
+  const float high = from_bits(static_cast<unsigned>(power - half + 127) << 23);
+  return sum * low * high;
+}
+
+// log(x) for x of at least 1, infinity or NaN, within 2 units: likewise (logf).
+ROUNDPIPE_CODE float logarithm(float x) {
+  const unsigned bits = bits_of(x);
+  int power = static_cast<int>(bits >> 23) - 126;
+  float part = from_bits((bits & 0x007fffffu) | 0x3f000000u);  // 0.5 to 1
+  const bool small = part < 0.707106781186547524f;
+  power -= small ? 1 : 0;
+  part = (small ? part + part : part) - 1.0f;
+  const float square = part * part, scale = static_cast<float>(power);
+  float sum = 7.0376836292e-2f;
+  sum = sum * part - 1.1514610310e-1f;
+  sum = sum * part + 1.1676998740e-1f;
+  sum = sum * part - 1.2420140846e-1f;
+  sum = sum * part + 1.4249322787e-1f;
+  sum = sum * part - 1.6668057665e-1f;
+  sum = sum * part + 2.0000714765e-1f;
+  sum = sum * part - 2.4999993993e-1f;
+  sum = sum * part + 3.3333331174e-1f;
+  sum = sum * part * square;
+  sum = sum + -2.12194440e-4f * scale;
+  sum = sum - 0.5f * square;
+  const float found = part + sum + 0.693359375f * scale;
+  return x < from_bits(0x7f800000u) ? found : x;
+}
+
+ROUNDPIPE_CODE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+ROUNDPIPE_CODE float root(float x) {
+#ifdef ROUNDPIPE_ON_CARD
+  return sqrtf(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+// Elements that a lane handles at a time.
+constexpr int kVector = 8;
+
+template <typename T>
+struct alignas(16) Vector {
+  T values[kVector];
+};
+
+// Reads `count` elements, and zeros behind them.
+template <typename T>
+ROUNDPIPE_CODE void read(const T* from, int count, bool aligned, float* to) {
+  if (count == kVector && aligned) {
+#ifdef ROUNDPIPE_ON_CARD
+    const Vector<T> all = *reinterpret_cast<const Vector<T>*>(from);
+#else
+    Vector<T> all;
+    __builtin_memcpy(&all, from, sizeof(all));
+#endif
+    for (int i = 0; i < kVector; ++i) to[i] = to_float(all.values[i]);
+    return;
+  }
+  for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[i]) : 0.0f;
+}
+
+template <typename T>
+ROUNDPIPE_CODE void write(T* to, int count, bool aligned, const float* from) {
+  if (count == kVector && aligned) {
+    Vector<T> all;
+    for (int i = 0; i < kVector; ++i) round_to(all.values[i], from[i]);
+#ifdef ROUNDPIPE_ON_CARD
+    *reinterpret_cast<Vector<T>*>(to) = all;
+#else
+    __builtin_memcpy(to, &all, sizeof(all));
+#endif
+    return;
+  }
+  for (int i = 0; i < kVector; ++i) {
+    if (i < count) round_to(to[i], from[i]);
+  }
+}
+
+}  // namespace roundpipe::kernels
