@@ -80,20 +80,16 @@ struct WideSum : PlainKernel {
   int width;
   int lanes;
   bool aligned;
-  Int64 all;
   float* sums;
   const T* addends;
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float sum[kVector], addend[kVector];
     const Int64 from = at.item * width + at.first;
-    const Int64 left = all - from;
-    const int count = left < at.count ? static_cast<int>(left) : at.count;
-    if (count <= 0) return;
-    read(sums + from, count, aligned, sum);
-    read(addends + from, count, aligned, addend);
+    read(sums + from, at.count, aligned, sum);
+    read(addends + from, at.count, aligned, addend);
     for (int i = 0; i < kVector; ++i) sum[i] = sum[i] + addend[i];
-    write(sums + from, count, aligned, sum);
+    write(sums + from, at.count, aligned, sum);
   }
 };
 

@@ -15,7 +15,6 @@ struct Gate : PlainKernel {
   int width;
   int lanes;
   bool aligned;
-  Int64 all;
   int step;
   GateForm form;
   const T* gate;
@@ -25,9 +24,7 @@ struct Gate : PlainKernel {
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float g[kVector], u[kVector];
     const Int64 from = at.item * width + at.first;
-    const Int64 left = all - from;
-    const int count = left < at.count ? static_cast<int>(left) : at.count;
-    if (count <= 0) return;
+    const int count = at.count;
     if (step == 1) {
       read(gate + from, count, aligned, g);
       read(up + from, count, aligned, u);
@@ -54,7 +51,6 @@ struct GateBackward : PlainKernel {
   int width;
   int lanes;
   bool aligned;
-  Int64 all;
   int step;
   GateForm form;
   const T* gradient;
@@ -66,9 +62,7 @@ struct GateBackward : PlainKernel {
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float d[kVector], g[kVector], u[kVector];
     const Int64 from = at.item * width + at.first;
-    const Int64 left = all - from;
-    const int count = left < at.count ? static_cast<int>(left) : at.count;
-    if (count <= 0) return;
+    const int count = at.count;
     read(gradient + from, count, aligned, d);
     if (step == 1) {
       read(gate + from, count, aligned, g);

@@ -11,15 +11,9 @@
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/instruction_set.h>
+#include <roundpipe/kernels/host_sets.h>
 #include <roundpipe/kernels/kernels.h>
-#include <roundpipe/kernels/numbers.inl>
-
-#include <roundpipe/kernels/teams.inl>
-
-#include <roundpipe/kernels/cross_entropy.inl>
-#include <roundpipe/kernels/gates.inl>
-#include <roundpipe/kernels/rms_norm.inl>
-#include <roundpipe/kernels/rotary.inl>
 
 namespace roundpipe::kernels {
 
@@ -71,9 +65,19 @@ template <typename Kernel>
 void run_items(const Kernel& kernel) {
   const Int64 floats = static_cast<Int64>(kernel.lanes) * Kernel::kNumbers + kernel.floats();
   const Int64 grain = std::max<Int64>(1, 4 * kPiece / std::max(1, kernel.width * kernel.most_rows()));
+  const InstructionSet set = current_instruction_set();
   at::parallel_for(0, kernel.items, grain, [&](Int64 begin, Int64 end) {
     std::vector<float> shared(static_cast<size_t>(floats));
-    for (Int64 item = begin; item < end; ++item) run(kernel, item, shared.data());
+    switch (set) {
+#ifdef __x86_64__
+      case InstructionSet::kAvx2:
+        return avx2::run_items(kernel, begin, end, shared.data());
+      case InstructionSet::kAvx512:
+        return avx512::run_items(kernel, begin, end, shared.data());
+#endif
+      default:
+        return baseline::run_items(kernel, begin, end, shared.data());
+    }
   });
 }
 

@@ -3,7 +3,8 @@
 #ifdef ROUNDPIPE_ON_CARD
 #define ROUNDPIPE_CODE __device__ __forceinline__
 #else
-#define ROUNDPIPE_CODE inline __attribute__((always_inline))
+#define ROUNDPIPE_INLINE __attribute__((always_inline))
+#define ROUNDPIPE_CODE inline ROUNDPIPE_INLINE
 #endif
 
 namespace roundpipe::kernels {
@@ -125,10 +126,19 @@ struct alignas(16) Vector {
   T values[kVector];
 };
 
+// The host moves a vector from and to anywhere.
+ROUNDPIPE_CODE bool can_move_whole(bool aligned) {
+#ifdef ROUNDPIPE_ON_CARD
+  return aligned;
+#else
+  return true;
+#endif
+}
+
 // Reads `count` elements, and zeros behind them.
 template <typename T>
 ROUNDPIPE_CODE void read(const T* from, int count, bool aligned, float* to) {
-  if (count == kVector && aligned) {
+  if (count == kVector && can_move_whole(aligned)) {
 #ifdef ROUNDPIPE_ON_CARD
     const Vector<T> all = *reinterpret_cast<const Vector<T>*>(from);
 #else
@@ -143,7 +153,7 @@ ROUNDPIPE_CODE void read(const T* from, int count, bool aligned, float* to) {
 
 template <typename T>
 ROUNDPIPE_CODE void write(T* to, int count, bool aligned, const float* from) {
-  if (count == kVector && aligned) {
+  if (count == kVector && can_move_whole(aligned)) {
     Vector<T> all;
     for (int i = 0; i < kVector; ++i) round_to(all.values[i], from[i]);
 #ifdef ROUNDPIPE_ON_CARD

@@ -124,14 +124,13 @@ struct RmsNormBackward : PlainKernel {
   }
 };
 
-// The sums of the columns of `parts` [rows, all], some columns an item, row by row.
+// The sums of the columns of `parts` [all_rows, all], some columns an item, row by row.
 template <typename W>
 struct ColumnSum : PlainKernel {
   Int64 items;
   int width;  // columns of an item
   int lanes;
   int all_rows;
-  Int64 all;  // columns
   const float* parts;
   W* sums;
 
@@ -141,11 +140,11 @@ struct ColumnSum : PlainKernel {
     for (int i = 0; i < kVector; ++i) sum[i] = 0.0f;
     for (int row = 0; row < all_rows; ++row) {
       for (int i = 0; i < kVector; ++i) {
-        if (i < at.count && column + i < all) sum[i] = sum[i] + parts[row * all + column + i];
+        if (i < at.count) sum[i] = sum[i] + parts[row * all + column + i];
       }
     }
     for (int i = 0; i < kVector; ++i) {
-      if (i < at.count && column + i < all) round_to(sums[column + i], sum[i]);
+      if (i < at.count) round_to(sums[column + i], sum[i]);
     }
   }
 };

@@ -31,7 +31,8 @@ ROUNDPIPE_CODE int vectors_of(const Kernel& kernel) {
 template <typename Kernel>
 ROUNDPIPE_CODE Place place_of(const Kernel& kernel, Int64 item, int row, int lane, int vector, float* floats) {
   const int first = (vector * kernel.lanes + lane) * kVector;
-  const int left = kernel.width - first;
+  const Int64 rest = kernel.all - item * kernel.width;
+  const int left = (kernel.all > 0 && rest < kernel.width ? static_cast<int>(rest) : kernel.width) - first;
   return {item, row, lane, first, left < 0 ? 0 : left < kVector ? left : kVector, floats};
 }
 
@@ -75,34 +76,41 @@ ROUNDPIPE_CODE void run(const Kernel& kernel) {
 
 #else
 
+// Calls visit(place) for every vector of a row, with a count that the compiler knows for whole ones.
+template <typename Kernel, typename Visit>
+ROUNDPIPE_CODE void sweep(const Kernel& kernel, Int64 item, int row, float* floats, const Visit& visit) {
+  const int vectors = vectors_of(kernel);
+  for (int vector = 0; vector < vectors; ++vector) {
+    for (int lane = 0; lane < kernel.lanes; ++lane) {
+      const Place at = place_of(kernel, item, row, lane, vector, floats);
+      if (at.count == kVector) {
+        visit(Place{item, row, lane, at.first, kVector, floats});
+      } else if (at.count > 0) {
+        visit(at);
+      }
+    }
+  }
+}
+
 // One item. `shared` has room for lanes * kNumbers + floats() numbers.
 template <typename Kernel>
-void run(const Kernel& kernel, Int64 item, float* shared) {
+ROUNDPIPE_CODE void run(const Kernel& kernel, Int64 item, float* shared) {
   constexpr int kNumbers = Kernel::kNumbers;
-  const int lanes = kernel.lanes, vectors = vectors_of(kernel), rows = kernel.rows(item);
+  const int lanes = kernel.lanes, rows = kernel.rows(item);
   float* const floats = shared + lanes * kNumbers;
   for (int lane = 0; lane < lanes; ++lane) kernel.begin(item, lane, floats);
   typename Kernel::State states[kMostLanes];
   for (int row = 0; row < rows; ++row) {
     for (int lane = 0; lane < lanes; ++lane) states[lane] = kernel.begin_row(item, row);
-    for (int vector = 0; vector < vectors; ++vector) {
-      for (int lane = 0; lane < lanes; ++lane) {
-        const Place at = place_of(kernel, item, row, lane, vector, floats);
-        if (at.count > 0) kernel.first(at, states[lane]);
-      }
-    }
+    sweep(kernel, item, row, floats, [&](const Place& at) ROUNDPIPE_INLINE { kernel.first(at, states[at.lane]); });
     if constexpr (kNumbers > 0) {
       for (int lane = 0; lane < lanes; ++lane) kernel.numbers(states[lane], shared + lane * kNumbers);
       for (int half = lanes / 2; half > 0; half /= 2) {
         for (int lane = 0; lane < half; ++lane)
           kernel.join(shared + lane * kNumbers, shared + (lane + half) * kNumbers);
       }
-      for (int vector = 0; vector < vectors; ++vector) {
-        for (int lane = 0; lane < lanes; ++lane) {
-          const Place at = place_of(kernel, item, row, lane, vector, floats);
-          if (at.count > 0) kernel.second(at, states[lane], shared);
-        }
-      }
+      sweep(kernel, item, row, floats,
+            [&](const Place& at) ROUNDPIPE_INLINE { kernel.second(at, states[at.lane], shared); });
     }
   }
   for (int lane = 0; lane < lanes; ++lane) kernel.end(item, lane, floats);
@@ -114,6 +122,7 @@ void run(const Kernel& kernel, Int64 item, float* shared) {
 struct PlainKernel {
   struct State {};
   static constexpr int kNumbers = 0;
+  Int64 all = 0;  // elements, if an item is a piece of them; 0: it has rows
   ROUNDPIPE_CODE int rows(Int64) const { return 1; }
   ROUNDPIPE_CODE int most_rows() const { return 1; }
   ROUNDPIPE_CODE int floats() const { return 0; }

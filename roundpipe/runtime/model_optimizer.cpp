@@ -90,7 +90,7 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
     : pipelines_(std::move(pipelines)), nodes_(std::move(nodes)), blocks_(std::make_shared<Blocks>()) {
   // Reads the settings in the environment now: an error on the update thread would come too late.
   optim::ThreadPool::current();
-  optim::instruction_set();
+  instruction_set();
   size_t layers_before = 0;
   for (size_t p = 0; p < pipelines_.size(); ++p) {
     const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();

@@ -56,9 +56,9 @@ def test_the_source_includes_nothing_and_has_every_kernel() -> None:
     source = _core.card_source()
     assert "#include" not in source
     for name in ENTRIES:
-        assert re.search(rf"ROUNDPIPE_ENTRY\({name}_##suffix", source)
+        assert re.search(rf"ROUNDPIPE_KERNEL\({name}_##suffix", source)
     for name in DTYPES:
-        assert f"ROUNDPIPE_ENTRIES({name}," in source
+        assert f"ROUNDPIPE_KERNELS_OF({name}," in source
 
 
 @pytest.mark.long

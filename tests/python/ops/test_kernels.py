@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-import roundpipe  # noqa: F401  (makes the operators known)
+from roundpipe import _core  # makes the operators known
 
 ops: Any = torch.ops.roundpipe
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -298,3 +298,34 @@ def test_the_dispatcher_knows_them() -> None:
 def test_refused(call: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_every_instruction_set_has_the_same_bits() -> None:
+    generator = torch.Generator().manual_seed(3)
+    before = _core.instruction_set()
+    found = []
+    try:
+        for name in _core.instruction_sets():
+            _core.set_instruction_set(name)
+            generator.manual_seed(3)
+            results: list[torch.Tensor] = []
+            for dtype in DTYPES:
+                x, y, weight = (numbers(generator, dtype, *shape) for shape in ((7, 300), (7, 300), (300,)))
+                table = numbers(generator, dtype, 1, 7, 50)
+                for function, inputs in (
+                    (lambda x, y, w: ops.add_rms_norm(x, y, w, 1e-6), [x, y, weight]),
+                    (ops.silu_gate, [x, y]),
+                    (lambda x: ops.clamped_gate(x, 1.7, 1.0), [x]),
+                    (lambda x, table=table: ops.rotary(x.view(1, 7, 6, 50), table, table), [x]),
+                ):
+                    for some in gradients(function, inputs, 1):
+                        results.extend(some)
+                logits = 9 * x
+                results.append(ops.cross_entropy_(logits, torch.arange(7), 2, True))
+                results.append(logits)
+                results.append(ops.add_wide_(torch.ones(7, 300), y))
+            found.append(results)
+    finally:
+        _core.set_instruction_set(before)
+    for results in found[1:]:
+        assert all(map(torch.equal, results, found[0]))

@@ -1,0 +1,2 @@
+#define ROUNDPIPE_SET baseline
+#include <roundpipe/kernels/host_set.inl>
