@@ -12,8 +12,8 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/instruction_set.h>
-#include <roundpipe/kernels/host_sets.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/host_sets.inl>
 
 namespace roundpipe::kernels {
 

@@ -1,6 +1,6 @@
 // What a source for an instruction set includes, with its name as ROUNDPIPE_SET. Everything that is called is inlined:
 // the linker may keep the copy of another processor.
-#include <roundpipe/kernels/host_sets.h>
+#include <roundpipe/kernels/host_sets.inl>
 
 namespace roundpipe::kernels::ROUNDPIPE_SET {
 
