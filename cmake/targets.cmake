@@ -66,6 +66,21 @@ function(roundpipe_test level)
   set_tests_properties(${level} PROPERTIES TIMEOUT $<IF:$<BOOL:${ROUNDPIPE_SANITIZER}>,1800,600>)
 endfunction()
 
+# roundpipe_instruction_sets(PREFIX set...): PREFIX<set>.cpp is compiled for that instruction set. Such sources see no
+# precompiled header, so that no inline function of another library is compiled for a processor that may not be there.
+function(roundpipe_instruction_sets prefix)
+  set(avx2_options -mavx2 -mfma)
+  set(avx512_options -mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx2 -mfma -mprefer-vector-width=512)
+  foreach(set IN LISTS ARGN)
+    set(options -O3 -fno-math-errno -fno-trapping-math)
+    if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64)$")
+      list(APPEND options ${${set}_options})
+    endif()
+    set_source_files_properties(${prefix}${set}.cpp PROPERTIES
+      SKIP_PRECOMPILE_HEADERS ON SKIP_UNITY_BUILD_INCLUSION ON COMPILE_OPTIONS "${options}")
+  endforeach()
+endfunction()
+
 function(roundpipe_warnings target)
   target_compile_options(${target} PRIVATE -Wall -Wextra -Wno-unused-parameter)
   if(ROUNDPIPE_WARNINGS_AS_ERRORS)

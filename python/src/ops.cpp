@@ -1,4 +1,4 @@
-#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
@@ -51,6 +51,15 @@ void bind_linear_cross_entropy(py::module_& module) {
       "chunk_logit_bytes",
       [](const std::string& device) { return roundpipe::chunk_logit_bytes(c10::Device(device).is_cpu()); },
       py::arg("device"));
+  module.def(
+      "kept_chunks",
+      [](bool is_said, std::optional<int64_t> saved, std::optional<int64_t> own, const std::string& model) {
+        std::optional<std::pair<int64_t, std::string>> found;
+        if (const auto kept = roundpipe::kept_chunks(is_said, saved, own, model))
+          found.emplace(kept->logit_bytes, kept->notice);
+        return found;
+      },
+      py::arg("is_said"), py::arg("saved"), py::arg("own"), py::arg("model"));
   module.def("softcap_steps", &softcap_steps, py::arg("cap"));
   module.def(
       "linear_cross_entropy",

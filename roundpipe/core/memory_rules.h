@@ -24,11 +24,6 @@ constexpr bool fits_cap(std::int64_t held_bytes, std::int64_t cap_bytes) {
   return cap_bytes == 0 || held_bytes <= cap_bytes;
 }
 
-// Bytes of the fp32 logits of a language model that exist at a time where a loss chooses its chunks. Each chunk reads
-// and writes the whole gradient of the head, which takes much of a card's time if chunks are short. Never a function of
-// what is free, since the chunks decide about the bits.
-constexpr std::int64_t chunk_logit_bytes(bool on_host) { return std::int64_t{on_host ? 64 : 1024} << 20; }
-
 // Memory on a device for the gradients of weights.
 struct GradientBytes {
   std::int64_t sent = 0;     // as they are transferred

@@ -8,7 +8,37 @@ struct GateForm {
   float limit;
 };
 
-// Elements in any shape; an item is a piece of them. `step`: 2 where gate and up alternate.
+// Elements of gate and up, which alternate if `step` is 2.
+template <typename T>
+ROUNDPIPE_CODE void read_every(const T* from, Int64 first, int step, int count, bool aligned, float* to) {
+  if (step == 1) {
+    read(from + first, count, aligned, to);
+  } else {
+    for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[(first + i) * step]) : 0.0f;
+  }
+}
+
+template <typename T>
+ROUNDPIPE_CODE void write_every(T* to, Int64 first, int step, int count, bool aligned, const float* from) {
+  if (step == 1) {
+    write(to + first, count, aligned, from);
+  } else {
+    for (int i = 0; i < kVector; ++i) {
+      if (i < count) round_to(to[(first + i) * step], from[i]);
+    }
+  }
+}
+
+// Bounded, where it is the form's; NaN stays.
+ROUNDPIPE_CODE float gate_of(const GateForm& form, float gate) {
+  return form.clamped && gate > form.limit ? form.limit : gate;
+}
+ROUNDPIPE_CODE float up_of(const GateForm& form, float up) {
+  if (!form.clamped) return up;
+  return up > form.limit ? form.limit : up < -form.limit ? -form.limit : up;
+}
+
+// Elements in any shape; an item is a piece of them.
 template <typename T>
 struct Gate : PlainKernel {
   Int64 items;
@@ -24,24 +54,17 @@ struct Gate : PlainKernel {
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float g[kVector], u[kVector];
     const Int64 from = at.item * width + at.first;
-    const int count = at.count;
-    if (step == 1) {
-      read(gate + from, count, aligned, g);
-      read(up + from, count, aligned, u);
-    } else {
-      for (int i = 0; i < kVector; ++i) g[i] = i < count ? to_float(gate[(from + i) * step]) : 0.0f;
-      for (int i = 0; i < kVector; ++i) u[i] = i < count ? to_float(up[(from + i) * step]) : 0.0f;
-    }
+    read_every(gate, from, step, at.count, aligned, g);
+    read_every(up, from, step, at.count, aligned, u);
     for (int i = 0; i < kVector; ++i) {
       if (form.clamped) {
-        const float x = g[i] > form.limit ? form.limit : g[i];
-        const float y = u[i] > form.limit ? form.limit : u[i] < -form.limit ? -form.limit : u[i];
+        const float x = gate_of(form, g[i]), y = up_of(form, u[i]);
         g[i] = (y + 1.0f) * (x * sigmoid(form.alpha * x));
       } else {
         g[i] = g[i] * sigmoid(g[i]) * u[i];
       }
     }
-    write(result + from, count, aligned, g);
+    write(result + from, at.count, aligned, g);
   }
 };
 
@@ -62,37 +85,22 @@ struct GateBackward : PlainKernel {
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float d[kVector], g[kVector], u[kVector];
     const Int64 from = at.item * width + at.first;
-    const int count = at.count;
-    read(gradient + from, count, aligned, d);
-    if (step == 1) {
-      read(gate + from, count, aligned, g);
-      read(up + from, count, aligned, u);
-    } else {
-      for (int i = 0; i < kVector; ++i) g[i] = i < count ? to_float(gate[(from + i) * step]) : 0.0f;
-      for (int i = 0; i < kVector; ++i) u[i] = i < count ? to_float(up[(from + i) * step]) : 0.0f;
-    }
+    read(gradient + from, at.count, aligned, d);
+    read_every(gate, from, step, at.count, aligned, g);
+    read_every(up, from, step, at.count, aligned, u);
     for (int i = 0; i < kVector; ++i) {
       const float alpha = form.clamped ? form.alpha : 1.0f;
       // A bound that is passed, or is not known to hold, stops the gradient, as in torch.
       const bool gate_passes = !form.clamped || g[i] <= form.limit;
       const bool up_passes = !form.clamped || (u[i] <= form.limit && u[i] >= -form.limit);
-      const float x = form.clamped && g[i] > form.limit ? form.limit : g[i];
-      float y = u[i];
-      if (form.clamped) y = y > form.limit ? form.limit : y < -form.limit ? -form.limit : y;
+      const float x = gate_of(form, g[i]), y = up_of(form, u[i]);
       const float share = sigmoid(alpha * x), offset = form.clamped ? 1.0f : 0.0f;
       const float slope = share * (1.0f + alpha * x * (1.0f - share));
       g[i] = gate_passes ? d[i] * (y + offset) * slope : 0.0f;
       u[i] = up_passes ? d[i] * (x * share) : 0.0f;
     }
-    if (step == 1) {
-      write(gate_gradient + from, count, aligned, g);
-      write(up_gradient + from, count, aligned, u);
-    } else {
-      for (int i = 0; i < kVector; ++i) {
-        if (i < count) round_to(gate_gradient[(from + i) * step], g[i]);
-        if (i < count) round_to(up_gradient[(from + i) * step], u[i]);
-      }
-    }
+    write_every(gate_gradient, from, step, at.count, aligned, g);
+    write_every(up_gradient, from, step, at.count, aligned, u);
   }
 };
 

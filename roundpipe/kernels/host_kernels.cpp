@@ -64,7 +64,8 @@ bool are_aligned(Int64 width, std::initializer_list<const Tensor*> tensors) {
 template <typename Kernel>
 void run_items(const Kernel& kernel) {
   const Int64 floats = static_cast<Int64>(kernel.lanes) * Kernel::kNumbers + kernel.floats();
-  const Int64 grain = std::max<Int64>(1, 4 * kPiece / std::max(1, kernel.width * kernel.most_rows()));
+  const Int64 grain =
+      std::max<Int64>(1, 4 * kPiece / std::max<Int64>(1, static_cast<Int64>(kernel.width) * kernel.most_rows()));
   const InstructionSet set = current_instruction_set();
   at::parallel_for(0, kernel.items, grain, [&](Int64 begin, Int64 end) {
     std::vector<float> shared(static_cast<size_t>(floats));
@@ -79,6 +80,24 @@ void run_items(const Kernel& kernel) {
         return baseline::run_items(kernel, begin, end, shared.data());
     }
   });
+}
+
+// A kernel over rows of a width, one or more of them an item.
+template <typename Kernel>
+Kernel over_rows(Int64 items, Int64 width) {
+  Kernel kernel{};
+  kernel.items = items;
+  kernel.width = static_cast<int>(width);
+  kernel.lanes = lanes_for(width);
+  return kernel;
+}
+
+// A kernel over elements that have no rows.
+template <typename Kernel>
+Kernel over_pieces(Int64 all) {
+  Kernel kernel = over_rows<Kernel>((all + kPiece - 1) / kPiece, kPiece);
+  kernel.all = all;
+  return kernel;
 }
 
 bool has_values(const Tensor& tensor) { return !tensor.is_meta() && tensor.numel() > 0; }
@@ -129,10 +148,7 @@ std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional
   const Tensor scales = at::empty({rows_of(input)}, input.options().dtype(at::kFloat));
   if (!has_values(input)) return {sum, normed, scales};
   for_norm(input, weight, [&]<typename T, typename W>(T, W) {
-    RmsNorm<T, W> kernel{};
-    kernel.items = scales.size(0);
-    kernel.width = static_cast<int>(input.size(-1));
-    kernel.lanes = lanes_for(kernel.width);
+    auto kernel = over_rows<RmsNorm<T, W>>(scales.size(0), input.size(-1));
     kernel.aligned = are_aligned(kernel.width, {&input, &residual, &weight, &sum, &normed});
     kernel.eps = static_cast<float>(eps);
     kernel.input = read_of<T>(input);
@@ -149,18 +165,19 @@ std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional
 std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const std::optional<Tensor>& sum_gradient,
                                          const Tensor& given, const Tensor& by, const Tensor& scales,
                                          bool weight_trains) {
+  check_norm(given, by);
+  check_same("rms_norm", given, normed_gradient);
+  if (sum_gradient) check_same("add_rms_norm", given, *sum_gradient);
   const Tensor input = given.contiguous(), weight = by.contiguous(), g = normed_gradient.contiguous();
   const Tensor more = sum_gradient ? sum_gradient->contiguous() : Tensor();
   const Tensor gradient = at::empty(input.sizes(), input.options());
   const Tensor sums = weight_trains ? at::zeros(weight.sizes(), weight.options()) : at::empty({0}, weight.options());
   if (!has_values(input)) return {gradient, sums};
   for_norm(input, weight, [&]<typename T, typename W>(T, W) {
-    RmsNormBackward<T, W> kernel{};
-    kernel.all_rows = scales.size(0);
-    kernel.rows_of_item = static_cast<int>((kernel.all_rows + kMostParts - 1) / kMostParts);
-    kernel.items = (kernel.all_rows + kernel.rows_of_item - 1) / kernel.rows_of_item;
-    kernel.width = static_cast<int>(input.size(-1));
-    kernel.lanes = lanes_for(kernel.width);
+    const Int64 rows = scales.size(0), rows_of_item = (rows + kMostParts - 1) / kMostParts;
+    auto kernel = over_rows<RmsNormBackward<T, W>>((rows + rows_of_item - 1) / rows_of_item, input.size(-1));
+    kernel.all_rows = rows;
+    kernel.rows_of_item = static_cast<int>(rows_of_item);
     kernel.aligned = are_aligned(kernel.width, {&input, &weight, &g, &more, &gradient});
     kernel.normed_gradient = read_of<T>(g);
     kernel.sum_gradient = sum_gradient ? read_of<T>(more) : nullptr;
@@ -175,11 +192,7 @@ std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const st
     }
     run_items(kernel);
     if (!weight_trains) return;
-    ColumnSum<W> sum{};
-    sum.all = kernel.width;
-    sum.width = kPiece;
-    sum.lanes = kMostLanes;
-    sum.items = (sum.all + kPiece - 1) / kPiece;
+    auto sum = over_pieces<ColumnSum<W>>(kernel.width);
     sum.all_rows = static_cast<int>(kernel.items);
     sum.parts = read_of<float>(parts);
     sum.sums = write_of<W>(sums);
@@ -206,11 +219,8 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
   const Tensor turned = at::empty(states.sizes(), states.options());
   if (!has_values(states)) return turned;
   for_dtype(kWhere, states.scalar_type(), [&]<typename T>(T) {
-    Rotary<T> kernel{};
-    kernel.items = rows * tokens;
+    auto kernel = over_rows<Rotary<T>>(rows * tokens, heads * (width / 2));
     kernel.half = static_cast<int>(width / 2);
-    kernel.width = static_cast<int>(heads * kernel.half);
-    kernel.lanes = lanes_for(kernel.width);
     kernel.aligned = are_aligned(kernel.half, {&states, &cos, &sin, &turned});
     kernel.table_tokens = cos.size(0) * tokens;
     kernel.whole_tables = whole;
@@ -227,11 +237,7 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
 // What both directions of a gate set.
 template <typename Kernel>
 Kernel gate_kernel(Int64 all, int step, std::optional<double> alpha, double limit) {
-  Kernel kernel{};
-  kernel.all = all;
-  kernel.width = kPiece;
-  kernel.lanes = kMostLanes;
-  kernel.items = (all + kPiece - 1) / kPiece;
+  auto kernel = over_pieces<Kernel>(all);
   kernel.step = step;
   kernel.form = {alpha.has_value(), static_cast<float>(alpha.value_or(1)), static_cast<float>(limit)};
   return kernel;
@@ -289,12 +295,10 @@ Tensor token_losses(Tensor logits, const Tensor& given_labels, int64_t ignore_in
   }
   const Tensor labels = given_labels.contiguous();
   const Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
+  if (writes_gradient) logits.unsafeGetTensorImpl()->bump_version();
   if (!has_values(logits)) return losses;
   for_dtype(kWhere, logits.scalar_type(), [&]<typename T>(T) {
-    CrossEntropy<T> kernel{};
-    kernel.items = logits.size(0);
-    kernel.width = static_cast<int>(logits.size(1));
-    kernel.lanes = lanes_for(kernel.width);
+    auto kernel = over_rows<CrossEntropy<T>>(logits.size(0), logits.size(1));
     kernel.aligned = are_aligned(kernel.width, {&logits});
     kernel.writes = writes_gradient;
     kernel.ignored = ignore_index;
@@ -312,13 +316,10 @@ Tensor& add_to(Tensor& sums, const Tensor& addends) {
     refuse("add_wide_", "got ", sums.scalar_type(), " ", sums.sizes(), " and ", addends.sizes(),
            ", expected contiguous fp32 sums and contiguous addends of one shape");
   }
+  sums.unsafeGetTensorImpl()->bump_version();
   if (!has_values(sums)) return sums;
   for_dtype("add_wide_", addends.scalar_type(), [&]<typename T>(T) {
-    WideSum<T> kernel{};
-    kernel.all = sums.numel();
-    kernel.width = kPiece;
-    kernel.lanes = kMostLanes;
-    kernel.items = (kernel.all + kPiece - 1) / kPiece;
+    auto kernel = over_pieces<WideSum<T>>(sums.numel());
     kernel.aligned = are_aligned(kPiece, {&sums, &addends});
     kernel.sums = write_of<float>(sums);
     kernel.addends = read_of<T>(addends);

@@ -14,8 +14,9 @@ namespace roundpipe::kernels {
 // order of each sum follows from shapes alone, so their bits are the same on any card and on the host.
 //
 // They are operators of torch's dispatcher, `torch.ops.roundpipe.NAME` in Python, with kernels for the host and for
-// shapes without values, and with gradients of first order. Tensors are bf16, fp16 or fp32, on one device, and may have
-// any strides. Errors: std::invalid_argument for other dtypes, or shapes that do not fit. Thread safety: any thread.
+// shapes without values, and with gradients of first order (create_graph is an error). Tensors are bf16, fp16 or fp32,
+// on one device, and may have any strides. Errors: std::invalid_argument for other dtypes, or shapes that do not fit.
+// Thread safety: any thread.
 
 // The widest row of a norm: a card keeps the sums of its weight's gradient beside its cores.
 inline constexpr int64_t kWidestNorm = 8192;

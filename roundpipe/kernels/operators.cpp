@@ -1,9 +1,12 @@
 // The operators' schemas, and their gradients.
+#include <stdexcept>
+
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/kernels/host_kernels.h>
 #include <roundpipe/kernels/kernels.h>
 
@@ -55,6 +58,15 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& gradient, const Tensor& f
   return op.call(gradient, first, up, alpha, limit);
 }
 
+// None of the operators has gradients of gradients.
+void refuse_second_order(const char* where) {
+  if (!at::GradMode::is_enabled()) return;
+  throw std::invalid_argument(
+      concat("[", where,
+             "] the backward pass was asked for a graph of its own, which it has none of; leave "
+             "create_graph out, or use torch's own operators for second derivatives"));
+}
+
 MaybeTensor if_defined(const Tensor& tensor) { return tensor.defined() ? MaybeTensor(tensor) : std::nullopt; }
 
 struct NormFunction : public torch::autograd::Function<NormFunction> {
@@ -70,6 +82,7 @@ struct NormFunction : public torch::autograd::Function<NormFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    refuse_second_order("rms_norm");
     const variable_list saved = context->get_saved_variables();
     const bool added = context->saved_data["added"].toBool();
     const Tensor of_sum = added ? gradients[0] : Tensor(), of_normed = gradients[added ? 1 : 0];
@@ -88,6 +101,7 @@ struct RotaryFunction : public torch::autograd::Function<RotaryFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    refuse_second_order("rotary");
     const variable_list saved = context->get_saved_variables();
     return {turn(gradients[0], saved[0], saved[1], true), Tensor(), Tensor()};
   }
@@ -104,6 +118,7 @@ struct GateFunction : public torch::autograd::Function<GateFunction> {
   }
 
   static variable_list backward(AutogradContext* context, variable_list gradients) {
+    refuse_second_order("gate");
     const variable_list saved = context->get_saved_variables();
     const auto found = context->saved_data.find("alpha");
     const std::optional<double> alpha =

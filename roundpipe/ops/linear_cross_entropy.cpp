@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/torch_compat/autocast.h>
 
 namespace roundpipe::ops {

@@ -9,7 +9,7 @@
 #include <torch/version.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/torch_optimizer.h>

@@ -10,7 +10,7 @@
 #include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/memory_rules.h>
+#include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/run_folders.h>
@@ -235,15 +235,15 @@ bool load_gradients(const StoredCheckpoint& stored, const ModelNames& names, Mod
   return !values.empty();
 }
 
-// Losses go on in chunks of the size that they had, which belongs to the bits. Checkpoints that do not say it are from
-// before cards had larger ones than the host.
-void keep_chunks(const json& saved, Model& model) {
-  const std::optional<int64_t> before = chunk_logit_bytes(model);
-  if (saved.is_null() || !before || *before == saved.get<int64_t>()) return;
-  model.run_options().chunk_logit_bytes = saved.get<int64_t>();
-  tell_user(concat("[load_checkpoint] chunks of the loss of ", model.name(), " have ", saved.get<int64_t>() >> 20,
-                   " MiB of logits, as in the checkpoint, so that results stay the same; here, they would have ",
-                   *before >> 20, " MiB"));
+// Losses go on in chunks of the size that they had.
+void keep_chunks(const json& pipeline, Model& model) {
+  const auto member = pipeline.find("chunk_logit_bytes");
+  const bool is_said = member != pipeline.end();
+  const auto saved = is_said && !member->is_null() ? std::optional(member->get<int64_t>()) : std::nullopt;
+  const std::optional<KeptChunks> kept = kept_chunks(is_said, saved, chunk_logit_bytes(model), model.name());
+  if (!kept) return;
+  model.run_options().chunk_logit_bytes = kept->logit_bytes;
+  tell_user(kept->notice);
 }
 
 // Restores counters and seeds, and the number of microbatches, which belongs to the bits.
@@ -253,7 +253,7 @@ void load_run(const StoredCheckpoint& stored, Model& model) {
   const json& saved = pipelines.at("");
   model.set_calls(saved.at("calls").get<uint64_t>());
   model.set_random_seed(saved.at("random_seed").get<uint64_t>());
-  keep_chunks(saved.value("chunk_logit_bytes", json(chunk_logit_bytes(/*on_host=*/true))), model);
+  keep_chunks(saved, model);
   if (saved.at("num_microbatch").is_null()) return;
   const int count = saved.at("num_microbatch").get<int>();
   const int before =

@@ -309,7 +309,7 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
                 "calls": pipe._pipeline.calls,
                 "random_seed": pipe._pipeline.random_seed,
                 "num_microbatch": _microbatches(pipe),
-                "chunk_logit_bytes": _chunk_logit_bytes(pipe),
+                "chunk_logit_bytes": chunk_logit_bytes(pipe),
             }
             for path, pipe in group.models.pipes()
         },
@@ -345,7 +345,8 @@ def _microbatches(pipe: Any) -> int | None:
     return None if config.num_microbatch_is_open else config.num_microbatch
 
 
-def _chunk_logit_bytes(pipe: Any) -> int | None:
+def chunk_logit_bytes(pipe: Any) -> int | None:
+    """Bytes of logits in a chunk of the loss; None if it does not choose its chunks."""
     followed = object.__getattribute__(pipe, "__dict__").get("_language_model")
     return None if followed is None else followed.chunk_logit_bytes(devices().torch_devices[0])
 

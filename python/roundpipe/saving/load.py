@@ -15,7 +15,7 @@ from roundpipe import _core
 from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import BUFFERS, WEIGHTS, optimizer_kind
+from roundpipe.saving.capture import BUFFERS, WEIGHTS, chunk_logit_bytes, optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
@@ -315,7 +315,7 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
         pipe._pipeline.calls = saved["calls"]
         pipe._pipeline.random_seed = own.seed(path)
         attributes = object.__getattribute__(pipe, "__dict__")
-        _keep_chunks(attributes, saved.get("chunk_logit_bytes", _core.chunk_logit_bytes("cpu")))
+        _keep_chunks(pipe, saved)
         before, number = attributes["_run_config"].num_microbatch, saved["num_microbatch"]
         if number is None or before == number:
             continue
@@ -331,18 +331,12 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
             )
 
 
-def _keep_chunks(attributes: dict[str, Any], number: int | None) -> None:
-    """Losses go on in chunks of the size that they had, which belongs to the bits. Checkpoints that do not say it are
-    from before cards had larger ones than the host."""
-    followed = attributes.get("_language_model")
-    if number is None or followed is None:
+def _keep_chunks(pipe: Any, saved: Mapping[str, Any]) -> None:
+    """Losses go on in chunks of the size that they had."""
+    name = "chunk_logit_bytes"
+    kept = _core.kept_chunks(name in saved, saved.get(name), chunk_logit_bytes(pipe), pipe._name)
+    if kept is None:
         return
-    before = followed.chunk_logit_bytes(devices().torch_devices[0])
-    if before is None or before == number:
-        return
-    followed.keep_chunk_logit_bytes(number)
-    print(
-        f"[load_checkpoint] chunks of the loss of {attributes['_name']} have {number >> 20:,} MiB of logits, as in the "
-        f"checkpoint, so that results stay the same; here, they would have {before >> 20:,} MiB",
-        file=sys.stderr,
-    )
+    number, notice = kept
+    pipe._language_model.keep_chunk_logit_bytes(number)
+    print(notice, file=sys.stderr)

@@ -15,7 +15,7 @@ import roundpipe.ops.packed_attention  # noqa: F401  it makes "packed" known
 from language_program import Program, batches, load, make_folder, needs_program
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 
-pytestmark = [needs_program]
+pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 
 MICROBATCHES = 2
 MODELS: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from language_program import (
 )
 from sweeps import mostly_long
 
-pytestmark = [needs_program]
+pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}

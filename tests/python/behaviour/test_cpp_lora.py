@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from language_program import Program, batches, make_folder, needs_program
 
-pytestmark = [needs_program]
+pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": ({"model_type": "llama"}, {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]}),

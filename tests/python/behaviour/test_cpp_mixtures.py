@@ -24,7 +24,7 @@ from language_program import (
 )
 from sweeps import mostly_long
 
-pytestmark = [needs_program]
+pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 
 QWEN3 = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GPT_OSS = {

@@ -276,6 +276,30 @@ def test_the_dispatcher_knows_them() -> None:
     assert [each.shape for each in on_meta] == [x.shape, x.shape]
 
 
+def test_writes_in_place_are_noticed() -> None:
+    logits = torch.randn(2, 5, requires_grad=True) * 2
+    kept = logits.exp()
+    with torch.no_grad():
+        ops.cross_entropy_(kept, torch.tensor([1, 2]), -100, True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+    sums = torch.zeros(3)
+    ops.add_wide_(sums, torch.ones(3))
+    assert sums._version == 1
+
+
+def test_second_derivatives_are_refused() -> None:
+    x, table = torch.randn(1, 2, 1, 8, requires_grad=True), torch.ones(1, 2, 8)
+    for function in (
+        lambda x: ops.rms_norm(x, torch.ones(8), 1e-6),
+        lambda x: ops.silu_gate(x, x),
+        lambda x: ops.clamped_gate(x, 1.0, 7.0),
+        lambda x: ops.rotary(x, table, table),
+    ):
+        with pytest.raises(RuntimeError, match="leave create_graph out"):
+            torch.autograd.grad(function(x).sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
