@@ -139,6 +139,10 @@ void add_options(CLI::App& app, Options& options) {
 
   app.add_option("--dtype", options.dtype, "of the weights: float32 or bfloat16; default: the model's own")
       ->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--arithmetic", options.arithmetic,
+                 "exact: with torch's bits; fast: fused kernels, in less time, with other last bits")
+      ->check(CLI::IsMember({"exact", "fast"}))
+      ->capture_default_str();
   app.add_option("--attention", options.attention,
                  "packed, sdpa or eager; default: packed, for padded rows sdpa (GPT-OSS: eager)")
       ->check(CLI::IsMember({"packed", "sdpa", "eager"}));
@@ -259,6 +263,7 @@ std::vector<std::pair<std::string, std::string>> fixed_options(const Options& op
       {"--floor", text_of(options.floor)},
       {"--asynchronous", options.asynchronous ? "true" : "false"},
       {"--attention", std::string(models::attention_name(attention))},
+      {"--arithmetic", options.arithmetic},
       {"--microbatches", std::to_string(options.microbatches)}};
   for (const RuleOption& option : rule_options(options)) {
     if (option.given) fixed.emplace_back(option.name, text_of(*option.given));

@@ -10,6 +10,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <roundpipe/api/optimizer.h>
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/language/lora.h>
 #include <roundpipe/models/decoder.h>
 #include <roundpipe/tokens/rows.h>
@@ -48,6 +49,7 @@ struct Options {
   bool asynchronous = false;
 
   std::string dtype, attention, devices, host_memory;
+  std::string arithmetic{arithmetic_name(kDefaultArithmetic)};
   int64_t host_memory_bytes = 0;  // what host_memory says; 0: no limit
   int microbatches = 0;           // 0: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;

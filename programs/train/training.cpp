@@ -52,6 +52,7 @@ LanguageModelOptions model_options(const Options& options) {
   LanguageModelOptions made;
   if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
   made.layers.attention = attention_option(options);
+  made.layers.arithmetic = parse_arithmetic(options.arithmetic);
   made.lora = lora_of(options);
   made.adapter = options.adapter;
   made.model.name = "roundpipe-train";
@@ -206,6 +207,7 @@ void Training::check_fixed_in(StoredCheckpoint stored) const {
   std::map<std::string, std::string> before, now;
   const StateValue saved_options = saved(kFixed);
   for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
+  before.try_emplace("--arithmetic", arithmetic_name(Arithmetic::kExact));  // not in older checkpoints
   for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) now[name] = value;
   std::map<std::string, std::string> all = before;
   all.insert(now.begin(), now.end());

@@ -1,7 +1,7 @@
 # Types of the C++ engine, see python/src. Not a public interface.
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -915,6 +915,7 @@ class DecoderConfig:
         activation: str | None,
         moe: MoeConfig | None,
         lora: Sequence[tuple[float, float, bool] | None],  # as ADAPTABLE: scaling, dropout, training
+        arithmetic: Arithmetic,
     ) -> None: ...
 
 # The arguments are places among the tensors that reach the layer; so are the outputs, or RESULT or ROUTER_LOGITS.
@@ -948,7 +949,7 @@ class EmbeddingCall:
     ) -> None: ...
 
 class HeadConfig:
-    def __init__(self, *, norm_eps: float, scales_norm_in_float: bool) -> None: ...
+    def __init__(self, *, norm_eps: float, scales_norm_in_float: bool, arithmetic: Arithmetic) -> None: ...
 
 class HeadCall:
     def __init__(
@@ -992,6 +993,7 @@ def apply_head(
     bias: torch.Tensor | None,
     inputs: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]: ...
+def exact_parts(config: DecoderConfig, names: Sequence[str], weights: Sequence[torch.Tensor]) -> str: ...
 def decode(
     config: DecoderConfig,
     names: Sequence[str],
@@ -1011,8 +1013,14 @@ class LinearCrossEntropyOptions:
     chunk_tokens: int
     chunk_logit_bytes: int
     steps: list[LogitStep]
+    arithmetic: Arithmetic
     def __init__(self) -> None: ...
 
+Arithmetic: TypeAlias = Literal["exact", "fast"]
+DEFAULT_ARITHMETIC: Arithmetic
+
+def check_arithmetic(name: str) -> None: ...
+def changed_arithmetic(saved: str | None, own: str, model: str) -> str: ...
 def card_source() -> str: ...
 def chunk_logit_bytes(device: str) -> int: ...
 def kept_chunks(is_said: bool, saved: int | None, own: int | None, model: str) -> tuple[int, str] | None: ...

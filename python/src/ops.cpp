@@ -46,7 +46,13 @@ void bind_linear_cross_entropy(py::module_& module) {
       .def_readwrite("ignore_index", &LinearCrossEntropyOptions::ignore_index)
       .def_readwrite("chunk_tokens", &LinearCrossEntropyOptions::chunk_tokens)
       .def_readwrite("chunk_logit_bytes", &LinearCrossEntropyOptions::chunk_logit_bytes)
-      .def_readwrite("steps", &LinearCrossEntropyOptions::steps);
+      .def_readwrite("steps", &LinearCrossEntropyOptions::steps)
+      .def_property(
+          "arithmetic",
+          [](const LinearCrossEntropyOptions& options) { return std::string(arithmetic_name(options.arithmetic)); },
+          [](LinearCrossEntropyOptions& options, const std::string& name) {
+            options.arithmetic = parse_arithmetic(name);
+          });
   module.def(
       "chunk_logit_bytes",
       [](const std::string& device) { return roundpipe::chunk_logit_bytes(c10::Device(device).is_cpu()); },
@@ -72,6 +78,14 @@ void bind_linear_cross_entropy(py::module_& module) {
 }
 
 void bind_kernels(py::module_& module) {
+  module.def("check_arithmetic", [](const std::string& name) { parse_arithmetic(name); }, py::arg("name"));
+  module.def(
+      "changed_arithmetic",
+      [](const std::optional<std::string>& saved, const std::string& own, const std::string& model) {
+        return changed_arithmetic(saved.value_or(""), parse_arithmetic(own), model);
+      },
+      py::arg("saved"), py::arg("own"), py::arg("model"));
+  module.attr("DEFAULT_ARITHMETIC") = std::string(arithmetic_name(kDefaultArithmetic));
   module.def("card_source", [] { return std::string(kernels::card_source()); });
 }
 

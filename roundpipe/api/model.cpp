@@ -112,6 +112,7 @@ Model::Model(std::vector<Layer> layers, ModelOptions options)
       layers_(std::move(layers)),
       run_options_(std::move(options.run)),
       check_loss_(options.check_loss && checks_losses()),
+      arithmetic_(options.arithmetic),
       measure_steps_(options.measure_steps) {}
 
 Model& Model::operator=(Model&& other) noexcept {

@@ -22,6 +22,7 @@
 #include <roundpipe/api/optimizer.h>
 #include <roundpipe/api/run_options.h>
 #include <roundpipe/api/step.h>
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/runtime/step_memory.h>
 
 namespace roundpipe {
@@ -37,6 +38,8 @@ struct ModelOptions {
   // A NaN loss is an error (see forward_backward), unless a GradScaler belongs to the model or the environment has
   // ROUNDPIPE_CHECK_LOSS=0.
   bool check_loss = true;
+  // How the layers compute, for checkpoints; unset where they have no two forms.
+  std::optional<Arithmetic> arithmetic = std::nullopt;
   // On devices with a memory limit, the first step of a kind, and each that is larger than those before, is measured
   // before it runs, as predict_memory does, and planned within the limit: layers keep their activations where there is
   // room, and recompute one by one where there is little. Its loss function is called once more for that.
@@ -151,6 +154,7 @@ class Model : public HostWeights {
   RunOptions& run_options();
   const std::string& name() const;
   int layers() const;
+  std::optional<Arithmetic> arithmetic() const { return arithmetic_; }
 
   // The plan of the last call, and of the last one with a backward; empty before it.
   const std::optional<schedule::Plan>& last_plan() const;
@@ -200,6 +204,7 @@ class Model : public HostWeights {
   std::vector<std::shared_ptr<torch::nn::Module>> children_;
   RunOptions run_options_;
   bool check_loss_;
+  std::optional<Arithmetic> arithmetic_;
   bool measure_steps_;
   runtime::StepsWithinCap steps_within_cap_;
 };

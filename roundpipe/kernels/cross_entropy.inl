@@ -66,8 +66,8 @@ struct CrossEntropy : PlainKernel {
     const float share = 1.0f / sum;
     for (int i = 0; i < kVector; ++i) {
       const float one = at.first + i == state.label ? 1.0f : 0.0f;
-      const float gradient = exponential(x[i] - largest) * share - one;
-      x[i] = is_ignored ? 0.0f : gradient;
+      const float probability = exponential(x[i] - largest) * share;
+      x[i] = is_ignored ? probability * 0.0f : probability - one;  // NaN stays, as in torch
     }
     write(from, at.count, aligned, x);
   }

@@ -8,23 +8,24 @@ struct GateForm {
   float limit;
 };
 
-// Elements of gate and up, which alternate if `step` is 2.
+// Elements of gate and up: an item's begin `pitch` elements after those of the one before, and alternate if `step` is
+// 2.
 template <typename T>
-ROUNDPIPE_CODE void read_every(const T* from, Int64 first, int step, int count, bool aligned, float* to) {
+ROUNDPIPE_CODE void read_every(const T* from, int step, int count, bool aligned, float* to) {
   if (step == 1) {
-    read(from + first, count, aligned, to);
+    read(from, count, aligned, to);
   } else {
-    for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[(first + i) * step]) : 0.0f;
+    for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[i * step]) : 0.0f;
   }
 }
 
 template <typename T>
-ROUNDPIPE_CODE void write_every(T* to, Int64 first, int step, int count, bool aligned, const float* from) {
+ROUNDPIPE_CODE void write_every(T* to, int step, int count, bool aligned, const float* from) {
   if (step == 1) {
-    write(to + first, count, aligned, from);
+    write(to, count, aligned, from);
   } else {
     for (int i = 0; i < kVector; ++i) {
-      if (i < count) round_to(to[(first + i) * step], from[i]);
+      if (i < count) round_to(to[i * step], from[i]);
     }
   }
 }
@@ -38,13 +39,14 @@ ROUNDPIPE_CODE float up_of(const GateForm& form, float up) {
   return up > form.limit ? form.limit : up < -form.limit ? -form.limit : up;
 }
 
-// Elements in any shape; an item is a piece of them.
+// An item is a row, or a piece of all elements.
 template <typename T>
 struct Gate : PlainKernel {
   Int64 items;
   int width;
   int lanes;
   bool aligned;
+  Int64 pitch;
   int step;
   GateForm form;
   const T* gate;
@@ -53,9 +55,9 @@ struct Gate : PlainKernel {
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float g[kVector], u[kVector];
-    const Int64 from = at.item * width + at.first;
-    read_every(gate, from, step, at.count, aligned, g);
-    read_every(up, from, step, at.count, aligned, u);
+    const Int64 from = at.item * pitch + at.first * step;
+    read_every(gate + from, step, at.count, aligned, g);
+    read_every(up + from, step, at.count, aligned, u);
     for (int i = 0; i < kVector; ++i) {
       if (form.clamped) {
         const float x = gate_of(form, g[i]), y = up_of(form, u[i]);
@@ -64,7 +66,7 @@ struct Gate : PlainKernel {
         g[i] = g[i] * sigmoid(g[i]) * u[i];
       }
     }
-    write(result + from, at.count, aligned, g);
+    write(result + at.item * width + at.first, at.count, aligned, g);
   }
 };
 
@@ -74,6 +76,7 @@ struct GateBackward : PlainKernel {
   int width;
   int lanes;
   bool aligned;
+  Int64 pitch;
   int step;
   GateForm form;
   const T* gradient;
@@ -84,10 +87,10 @@ struct GateBackward : PlainKernel {
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float d[kVector], g[kVector], u[kVector];
-    const Int64 from = at.item * width + at.first;
-    read(gradient + from, at.count, aligned, d);
-    read_every(gate, from, step, at.count, aligned, g);
-    read_every(up, from, step, at.count, aligned, u);
+    const Int64 from = at.item * pitch + at.first * step;
+    read(gradient + at.item * width + at.first, at.count, aligned, d);
+    read_every(gate + from, step, at.count, aligned, g);
+    read_every(up + from, step, at.count, aligned, u);
     for (int i = 0; i < kVector; ++i) {
       const float alpha = form.clamped ? form.alpha : 1.0f;
       // A bound that is passed, or is not known to hold, stops the gradient, as in torch.
@@ -99,8 +102,8 @@ struct GateBackward : PlainKernel {
       g[i] = gate_passes ? d[i] * (y + offset) * slope : 0.0f;
       u[i] = up_passes ? d[i] * (x * share) : 0.0f;
     }
-    write_every(gate_gradient, from, step, at.count, aligned, g);
-    write_every(up_gradient, from, step, at.count, aligned, u);
+    write_every(gate_gradient + from, step, at.count, aligned, g);
+    write_every(up_gradient + from, step, at.count, aligned, u);
   }
 };
 

@@ -234,31 +234,48 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
   return turned;
 }
 
+// How gate and up lie in one tensor or two.
+struct GateLayout {
+  Int64 rows, width, pitch;  // rows 0: elements have none
+  int step;
+  Int64 up;  // where it begins, in a tensor that has both
+};
+
+// `first`: the gate, or both, whose halves they are, or which alternate if they are bounded.
+GateLayout layout_of(const Tensor& first, bool has_up, bool alternates) {
+  if (has_up) return {0, 0, kPiece, 1, 0};
+  if (alternates) return {0, 0, Int64{2} * kPiece, 2, 1};
+  const Int64 both = first.size(-1);
+  return {both == 0 ? 0 : first.numel() / both, both / 2, both, 1, both / 2};
+}
+
 // What both directions of a gate set.
 template <typename Kernel>
-Kernel gate_kernel(Int64 all, int step, std::optional<double> alpha, double limit) {
-  auto kernel = over_pieces<Kernel>(all);
-  kernel.step = step;
+Kernel gate_kernel(Int64 all, const GateLayout& layout, std::optional<double> alpha, double limit) {
+  auto kernel = layout.rows > 0 ? over_rows<Kernel>(layout.rows, layout.width) : over_pieces<Kernel>(all);
+  kernel.pitch = layout.pitch;
+  kernel.step = layout.step;
   kernel.form = {alpha.has_value(), static_cast<float>(alpha.value_or(1)), static_cast<float>(limit)};
   return kernel;
 }
 
-// `up` undefined: it alternates with the gate.
 Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::optional<double> alpha, double limit) {
   const Tensor first = given.contiguous(), up = given_up ? given_up->contiguous() : Tensor();
   if (given_up) check_same("silu_gate", first, up);
   if (!given_up && (given.dim() < 1 || given.size(-1) % 2 != 0)) {
-    refuse("clamped_gate", "the input has shape ", given.sizes(), ", expected an even last dimension");
+    refuse(alpha ? "clamped_gate" : "silu_gate", "the input has shape ", given.sizes(),
+           ", expected an even last dimension");
   }
   std::vector<int64_t> shape = first.sizes().vec();
   if (!given_up) shape.back() /= 2;
   const Tensor result = at::empty(shape, first.options());
   if (!has_values(result)) return result;
+  const GateLayout layout = layout_of(first, given_up.has_value(), alpha.has_value());
   for_dtype("gate", first.scalar_type(), [&]<typename T>(T) {
-    auto kernel = gate_kernel<Gate<T>>(result.numel(), given_up ? 1 : 2, alpha, limit);
-    kernel.aligned = are_aligned(kPiece, {&first, &up, &result});
+    auto kernel = gate_kernel<Gate<T>>(result.numel(), layout, alpha, limit);
+    kernel.aligned = are_aligned(kernel.width, {&first, &up, &result});
     kernel.gate = read_of<T>(first);
-    kernel.up = given_up ? read_of<T>(up) : kernel.gate + 1;
+    kernel.up = given_up ? read_of<T>(up) : kernel.gate + layout.up;
     kernel.result = write_of<T>(result);
     run_items(kernel);
   });
@@ -273,20 +290,21 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Ten
   const Tensor of_gate = at::empty(first.sizes(), first.options());
   const Tensor of_up = given_up ? at::empty(up.sizes(), up.options()) : at::empty({0}, first.options());
   if (!has_values(gradient)) return {of_gate, of_up};
+  const GateLayout layout = layout_of(first, given_up.has_value(), alpha.has_value());
   for_dtype("gate", first.scalar_type(), [&]<typename T>(T) {
-    auto kernel = gate_kernel<GateBackward<T>>(gradient.numel(), given_up ? 1 : 2, alpha, limit);
-    kernel.aligned = are_aligned(kPiece, {&gradient, &first, &up, &of_gate, &of_up});
+    auto kernel = gate_kernel<GateBackward<T>>(gradient.numel(), layout, alpha, limit);
+    kernel.aligned = are_aligned(kernel.width, {&gradient, &first, &up, &of_gate, &of_up});
     kernel.gradient = read_of<T>(gradient);
     kernel.gate = read_of<T>(first);
-    kernel.up = given_up ? read_of<T>(up) : kernel.gate + 1;
+    kernel.up = given_up ? read_of<T>(up) : kernel.gate + layout.up;
     kernel.gate_gradient = write_of<T>(of_gate);
-    kernel.up_gradient = given_up ? write_of<T>(of_up) : kernel.gate_gradient + 1;
+    kernel.up_gradient = given_up ? write_of<T>(of_up) : kernel.gate_gradient + layout.up;
     run_items(kernel);
   });
   return {of_gate, of_up};
 }
 
-Tensor token_losses(Tensor logits, const Tensor& given_labels, int64_t ignore_index, bool writes_gradient) {
+Tensor token_losses(Tensor& logits, const Tensor& given_labels, int64_t ignore_index, bool writes_gradient) {
   constexpr const char* kWhere = "cross_entropy_";
   if (logits.dim() != 2 || !logits.is_contiguous() || given_labels.dim() != 1 ||
       given_labels.size(0) != logits.size(0) || given_labels.scalar_type() != at::kLong) {

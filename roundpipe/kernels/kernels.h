@@ -21,6 +21,9 @@ namespace roundpipe::kernels {
 // The widest row of a norm: a card keeps the sums of its weight's gradient beside its cores.
 inline constexpr int64_t kWidestNorm = 8192;
 
+// Whether the operators take this dtype.
+bool takes(c10::ScalarType dtype);
+
 // input / sqrt(mean(input^2) + eps) * weight over the last dimension, in the input's dtype. weight [width]: of that
 // dtype or fp32.
 at::Tensor rms_norm(const at::Tensor& input, const at::Tensor& weight, double eps);
@@ -33,15 +36,16 @@ std::pair<at::Tensor, at::Tensor> add_rms_norm(const at::Tensor& input, const at
 // their dtype, which get no gradients. The halves of a head turn together, as transformers' rotate_half has it.
 at::Tensor rotary(const at::Tensor& states, const at::Tensor& cos, const at::Tensor& sin);
 
-// silu(gate) * up, for tensors of one shape.
-at::Tensor silu_gate(const at::Tensor& gate, const at::Tensor& up);
+// silu(gate) * up, for tensors of one shape. Without `up`, `gate` has both as the halves of its last dimension.
+at::Tensor silu_gate(const at::Tensor& gate, const std::optional<at::Tensor>& up = std::nullopt);
 
 // GPT-OSS's gate: (up + 1) * gate * sigmoid(alpha * gate), both bounded by `limit`, the gate from above only; gate and
 // up alternate in the last dimension.
 at::Tensor clamped_gate(const at::Tensor& gate_up, double alpha, double limit);
 
 // The cross-entropy of each row of logits [tokens, vocabulary], fp32 [tokens], 0 where the label is `ignore_index` and
-// NaN where it is none. With `writes_gradient`, the logits become the gradient of the losses' sum. Not differentiable.
+// NaN where it is none. With `writes_gradient`, the logits become the gradient of the losses' sum; an ignored row's is 0,
+// unless it has no probabilities. Not differentiable.
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, int64_t ignore_index, bool writes_gradient);
 
 // sums += addends, for fp32 sums and addends of any dtype; both contiguous. Not differentiable.

@@ -143,7 +143,7 @@ Tensor differentiable_rotary(const Tensor& states, const Tensor& cos, const Tens
   return RotaryFunction::apply(states, cos, sin);
 }
 
-Tensor differentiable_silu_gate(const Tensor& gate, const Tensor& up) {
+Tensor differentiable_silu_gate(const Tensor& gate, const MaybeTensor& up) {
   return GateFunction::apply(gate, up, std::nullopt, 0.0);
 }
 
@@ -158,7 +158,7 @@ TORCH_LIBRARY(roundpipe, library) {
   library.def("add_rms_norm(Tensor input, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
               differentiable_add_norm);
   library.def("rotary(Tensor states, Tensor cos, Tensor sin) -> Tensor", differentiable_rotary);
-  library.def("silu_gate(Tensor gate, Tensor up) -> Tensor", differentiable_silu_gate);
+  library.def("silu_gate(Tensor gate, Tensor? up=None) -> Tensor", differentiable_silu_gate);
   library.def("clamped_gate(Tensor gate_up, float alpha, float limit) -> Tensor", differentiable_clamped_gate);
   library.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignore_index, bool writes_gradient) -> Tensor");
   library.def("add_wide_(Tensor(a!) sums, Tensor addends) -> Tensor(a!)");
@@ -174,6 +174,8 @@ TORCH_LIBRARY(roundpipe, library) {
 
 TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_host_kernels(library); }
 TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_host_kernels(library); }
+
+bool takes(c10::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat; }
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   static const auto op = operator_of<Tensor(const Tensor&, const Tensor&, double)>("roundpipe::rms_norm");
@@ -192,8 +194,8 @@ Tensor rotary(const Tensor& states, const Tensor& cos, const Tensor& sin) {
   return op.call(states, cos, sin);
 }
 
-Tensor silu_gate(const Tensor& gate, const Tensor& up) {
-  static const auto op = operator_of<Tensor(const Tensor&, const Tensor&)>("roundpipe::silu_gate");
+Tensor silu_gate(const Tensor& gate, const MaybeTensor& up) {
+  static const auto op = operator_of<Tensor(const Tensor&, const MaybeTensor&)>("roundpipe::silu_gate");
   return op.call(gate, up);
 }
 

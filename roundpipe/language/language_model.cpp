@@ -73,6 +73,7 @@ constexpr auto kLoss = [](const Tensor& loss) { return loss; };
 
 ModelOptions model_options(const LanguageModelOptions& options) {
   ModelOptions made = options.model;
+  made.arithmetic = options.layers.arithmetic;
   made.run.loss_reduction = LossReduction::kSum;  // each is a part of the mean over the batch's tokens
   if (options.layers.loss_chunk_tokens == 0 && !made.run.chunk_logit_bytes) made.run.chunk_logit_bytes = 0;
   return made;

@@ -136,6 +136,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
   decoder.scales_norms_in_float = config.float_norms;
   decoder.attention_dropout = config.attention_dropout;
   decoder.activation = config.activation;
+  decoder.arithmetic = options.arithmetic;
   if (lora) decoder.lora.fill({.scaling = lora->scaling(), .dropout = lora->dropout});
   if (config.experts) {
     decoder.moe.top_k = config.experts->top_k;
@@ -179,10 +180,11 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
       .named(layer_name(index));
 }
 
-Layer norm_layer(const Config& config, const Tensor& weight) {
+Layer norm_layer(const Config& config, const Tensor& weight, const LayerOptions& options) {
   return layer({{"weight", weight}},
-               [eps = config.norm_eps, in_float = config.float_norms](const std::vector<Tensor>& own, Hidden hidden) {
-                 hidden.values = models::rms_norm(hidden.values, own[0], eps, in_float);
+               [eps = config.norm_eps, in_float = config.float_norms, arithmetic = options.arithmetic](
+                   const std::vector<Tensor>& own, Hidden hidden) {
+                 hidden.values = models::rms_norm(hidden.values, own[0], eps, in_float, arithmetic);
                  return hidden;
                })
       .named(kNorm);
@@ -190,10 +192,11 @@ Layer norm_layer(const Config& config, const Tensor& weight) {
 
 Layer head_layer(const Config& config, const Tensor& weight, const LayerOptions& options) {
   return layer({{"weight", weight}},
-               [chunk_tokens = options.loss_chunk_tokens, factor = config.router_loss_factor,
+               [chunk_tokens = options.loss_chunk_tokens, arithmetic = options.arithmetic,
+                factor = config.router_loss_factor,
                 routers = std::ranges::count(config.sparse, 1)](const std::vector<Tensor>& own, const Hidden& hidden) {
                  if (!hidden.labels.defined()) return at::linear(hidden.values, own[0]);
-                 const models::TokenLossOptions how{false, chunk_tokens, hidden.chunk_logit_bytes};
+                 const models::TokenLossOptions how{false, chunk_tokens, hidden.chunk_logit_bytes, arithmetic};
                  const Tensor loss = models::token_loss(hidden.values, {own[0]}, hidden.labels, how) / hidden.counted;
                  if (!factor) return loss;
                  const Tensor labels = models::predicted_labels(hidden.labels, hidden.values.device());
@@ -257,7 +260,7 @@ std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, cons
     }
     layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora));
   }
-  layers.push_back(norm_layer(config, weight({config.width}, true)));
+  layers.push_back(norm_layer(config, weight({config.width}, true), options));
   layers.push_back(head_layer(config, config.tied ? embedding : weight({config.vocabulary, config.width}), options));
   return layers;
 }

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/api/layer.h>
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/router_loss.h>
@@ -47,6 +48,7 @@ struct LayerOptions {
   // Unset: as transformers by default, see attention_of().
   std::optional<models::Attention> attention = std::nullopt;
   models::Experts experts = models::Experts::kGrouped;  // of mixtures; as transformers by default
+  Arithmetic arithmetic = kDefaultArithmetic;
   // Tokens whose logits exist at a time; 0: all, or if these take more than kWholeLogitBytes, as many as
   // ops::linear_cross_entropy chooses.
   int64_t loss_chunk_tokens = 0;

@@ -10,6 +10,7 @@
 #include <ATen/TensorOperators.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/packed_attention.h>
 
 namespace roundpipe::models {
@@ -43,6 +44,16 @@ Tensor rotated(const Tensor& states, const Tensor& cos, const Tensor& sin) {
   const Tensor along = states * cos;
   const Tensor across = rotate_half(states) * sin;
   return along + across;
+}
+
+// Whether the kernel gives a norm the dtype that it has in the exact form.
+bool fuses_norm(c10::ScalarType dtype, const Tensor& weight, bool scales_in_float) {
+  return kernels::takes(dtype) && weight.size(0) <= kernels::kWidestNorm &&
+         (weight.scalar_type() == dtype || (scales_in_float && weight.scalar_type() == at::kFloat));
+}
+
+bool fuses_rotary(const Tensor& states, const Tensor& cos) {
+  return kernels::takes(states.scalar_type()) && cos.scalar_type() == states.scalar_type() && states.size(-1) % 2 == 0;
 }
 
 Tensor repeated(const Tensor& states, int64_t groups) {
@@ -135,16 +146,22 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   const int64_t rows = hidden.size(0), tokens = hidden.size(1);
   const auto heads_of = [&](const ops::Projection& projection, const Tensor& norm, double eps) {
     Tensor states = ops::project(hidden, projection).view({rows, tokens, -1, config.head_dim});
-    if (norm.defined()) states = rms_norm(states, norm, eps, config.scales_norms_in_float);
-    return states.transpose(1, 2);
+    if (norm.defined()) states = rms_norm(states, norm, eps, config.scales_norms_in_float, config.arithmetic);
+    return states;
   };
-  Tensor query = heads_of(weights.query, weights.query_norm, config.query_norm_eps);
-  Tensor key = heads_of(weights.key, weights.key_norm, config.key_norm_eps);
-  const Tensor value = heads_of(weights.value, {}, 0);
   const Tensor cos = inputs.cos.unsqueeze(1);
   const Tensor sin = inputs.sin.unsqueeze(1);
-  query = rotated(query, cos, sin);
-  key = rotated(key, cos, sin);
+  const auto turned = [&](const Tensor& states) {
+    if (config.arithmetic == Arithmetic::kFast && fuses_rotary(states, inputs.cos)) {
+      return kernels::rotary(states, inputs.cos, inputs.sin).transpose(1, 2);
+    }
+    return rotated(states.transpose(1, 2), cos, sin);
+  };
+  const Tensor plain_query = heads_of(weights.query, weights.query_norm, config.query_norm_eps);
+  const Tensor plain_key = heads_of(weights.key, weights.key_norm, config.key_norm_eps);
+  const Tensor value = heads_of(weights.value, {}, 0).transpose(1, 2);
+  const Tensor query = turned(plain_query);
+  const Tensor key = turned(plain_key);
   const Tensor output = attention_of(config, inputs, weights.sinks, query, key, value);
   return ops::project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
 }
@@ -153,12 +170,15 @@ Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const 
               const Tensor& hidden, Tensor* router_logits) {
   if (!weights.moe) {
     return ops::gated_mlp(hidden, weights.gate, weights.up, weights.down, config.activation, inputs.mlp_chunk_tokens,
-                          inputs.result_is_read);
+                          inputs.result_is_read, config.arithmetic);
   }
   const MoeWeights& moe = *weights.moe;
-  if (inputs.mlp_chunk_tokens == 0) return mixture_of_experts(config.moe, moe, inputs.experts, hidden, router_logits);
-  const auto body = [config = config.moe, moe, experts = inputs.experts](const Tensor& tokens) {
-    return mixture_of_experts(config, moe, experts, tokens.contiguous());
+  if (inputs.mlp_chunk_tokens == 0) {
+    return mixture_of_experts(config.moe, moe, inputs.experts, hidden, router_logits, config.arithmetic);
+  }
+  const auto body = [config = config.moe, moe, experts = inputs.experts,
+                     arithmetic = config.arithmetic](const Tensor& tokens) {
+    return mixture_of_experts(config, moe, experts, tokens.contiguous(), nullptr, arithmetic);
   };
   std::vector<Tensor> parameters;
   for (const Tensor& each : {moe.gate_up, moe.gate_up_bias, moe.down, moe.down_bias, moe.router.weight}) {
@@ -170,8 +190,11 @@ Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const 
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps, bool scales_in_float) {
+Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps, bool scales_in_float, Arithmetic arithmetic) {
   const at::ScalarType dtype = hidden.scalar_type();
+  if (arithmetic == Arithmetic::kFast && fuses_norm(dtype, weight, scales_in_float)) {
+    return kernels::rms_norm(hidden, weight, eps);
+  }
   Tensor states = hidden.to(at::kFloat);
   const Tensor variance = states.pow(2).mean(-1, /*keepdim=*/true);
   states = states * at::rsqrt(variance + eps);
@@ -275,13 +298,37 @@ void set_lora(DecoderWeights& weights, const LoraNumbersOfLayer& numbers) {
 
 Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
               Tensor* router_logits) {
-  Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps, config.scales_norms_in_float);
+  const bool in_float = config.scales_norms_in_float;
+  Tensor hidden = rms_norm(inputs.hidden, weights.input_norm, config.input_norm_eps, in_float, config.arithmetic);
   hidden = attend(config, weights, inputs, hidden);
-  hidden = inputs.hidden + hidden;
-  const Tensor residual = hidden;
-  hidden = rms_norm(hidden, weights.post_norm, config.post_norm_eps, config.scales_norms_in_float);
+  Tensor residual;
+  const c10::ScalarType dtype = hidden.scalar_type();
+  if (config.arithmetic == Arithmetic::kFast && inputs.hidden.scalar_type() == dtype &&
+      fuses_norm(dtype, weights.post_norm, in_float)) {
+    std::tie(residual, hidden) = kernels::add_rms_norm(inputs.hidden, hidden, weights.post_norm, config.post_norm_eps);
+  } else {
+    residual = inputs.hidden + hidden;
+    hidden = rms_norm(residual, weights.post_norm, config.post_norm_eps, in_float, config.arithmetic);
+  }
   hidden = mlp_of(config, weights, inputs, hidden, router_logits);
   return residual + hidden;
+}
+
+std::string exact_parts(const DecoderConfig& config, const DecoderWeights& weights) {
+  const c10::ScalarType dtype = weights.query.weight.scalar_type();
+  if (!kernels::takes(dtype)) return concat("all of it, since the weights are ", dtype);
+  std::string found;
+  const auto note = [&](const auto&... parts) { found += concat(found.empty() ? "" : "; ", parts...); };
+  for (const Tensor& norm : {weights.input_norm, weights.post_norm, weights.query_norm, weights.key_norm}) {
+    if (!norm.defined() || fuses_norm(dtype, norm, config.scales_norms_in_float)) continue;
+    note("norms, since one has a weight of ", norm.size(0), " numbers in ", norm.scalar_type());
+    break;
+  }
+  if (config.head_dim % 2 != 0) note("rotary positions, since heads have ", config.head_dim, " numbers");
+  const bool clamps = weights.moe && config.moe.clamped;
+  const ops::Activation activation = weights.moe ? config.moe.activation : config.activation;
+  if (!clamps && activation != ops::Activation::kSilu) note("gates, since their activation is not silu");
+  return found;
 }
 
 }  // namespace roundpipe::models

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/models/lora.h>
 #include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
@@ -36,7 +37,8 @@ struct DecoderConfig {
   double attention_dropout = 0;
   bool training = false;  // whether the attention drops
   ops::Activation activation = ops::Activation::kSilu;
-  MoeConfig moe;            // of the layers that have experts
+  MoeConfig moe;  // of the layers that have experts
+  Arithmetic arithmetic = kDefaultArithmetic;
   LoraNumbersOfLayer lora;  // to be set by set_lora()
 };
 
@@ -63,7 +65,8 @@ void set_lora(DecoderWeights& weights, const LoraNumbersOfLayer& numbers);
 
 // x / sqrt(mean(x^2) + eps) * weight over the last dimension, in fp32; the product with the weight is in the dtype of
 // `hidden` unless `scales_in_float`.
-at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double eps, bool scales_in_float = false);
+at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double eps, bool scales_in_float = false,
+                    Arithmetic arithmetic = kDefaultArithmetic);
 
 struct DecoderInputs {
   at::Tensor hidden;               // [rows, tokens, width]
@@ -78,12 +81,16 @@ struct DecoderInputs {
                                // the MLP is left out
 };
 
-// Computes the layer's new hidden states. It dispatches the operators that transformers' modelling code dispatches, in
-// the same order and dtypes, so values and gradients have the same bits.
+// Computes the layer's new hidden states. In exact arithmetic, it dispatches the operators that transformers' modelling
+// code dispatches, in the same order and dtypes, so values and gradients have the same bits. In fast arithmetic, norms,
+// rotary positions and gates are fused kernels, but for what these do not take: see exact_parts().
 // `router_logits`: null, or set as mixture_of_experts() says, which needs experts and no chunks.
 // Thread safety: any thread; no state is kept between calls. Errors: std::invalid_argument for an attention that
 // takes no sinks, if there are any; torch's own for shapes that do not match.
 at::Tensor decode(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
                   at::Tensor* router_logits = nullptr);
+
+// Which parts of a layer compute exactly although its arithmetic is fast, and why, for the user; empty: none.
+std::string exact_parts(const DecoderConfig& config, const DecoderWeights& weights);
 
 }  // namespace roundpipe::models

@@ -26,12 +26,13 @@ class HeadCode final : public NativeCode {
     const HeadCall* const call = call_(inputs);
     if (call == nullptr || call->inputs != inputs.tensors.size()) return std::nullopt;
     const auto at = [&](int place) -> const Tensor& { return inputs.tensors[static_cast<size_t>(place)]; };
-    const Tensor hidden = rms_norm(at(call->hidden), weights_.norm, config_->norm_eps, config_->scales_norm_in_float);
+    const Tensor hidden = rms_norm(at(call->hidden), weights_.norm, config_->norm_eps, config_->scales_norm_in_float,
+                                   config_->arithmetic);
     Values outputs;
     outputs.structure = std::shared_ptr<const void>(inputs.structure, call->structure);
     Tensor logits;
     if (call->labels) {
-      const TokenLossOptions options{!call->items, call->chunk_tokens, call->chunk_logit_bytes};
+      const TokenLossOptions options{!call->items, call->chunk_tokens, call->chunk_logit_bytes, config_->arithmetic};
       Tensor loss =
           token_loss(hidden, weights_.head, at(*call->labels), options, call->gives_logits ? &logits : nullptr);
       if (call->items) loss = loss.div(at(*call->items).to(loss.device()));

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/models/native_layer.h>
 #include <roundpipe/ops/projection.h>
 #include <roundpipe/runtime/model/layer.h>
@@ -17,6 +18,7 @@ namespace roundpipe::models {
 struct HeadConfig {
   double norm_eps = 0;
   bool scales_norm_in_float = false;  // see DecoderConfig
+  Arithmetic arithmetic = kDefaultArithmetic;
 };
 
 struct HeadWeights {
@@ -40,7 +42,8 @@ struct HeadCall {
 
 using FindHeadCall = std::function<const HeadCall*(const runtime::Values&)>;  // see FindDecoderCall
 
-// Makes the part's code. Configurations are HeadConfigs. It dispatches the operators of transformers' code.
+// Makes the part's code. Configurations are HeadConfigs. In exact arithmetic, it dispatches the operators
+// of transformers' code.
 std::unique_ptr<NativeCode> make_head_code(HeadWeights weights, FindHeadCall call);
 
 }  // namespace roundpipe::models

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/grouped_product.h>
 
 namespace roundpipe::models {
@@ -39,12 +40,12 @@ Routing route(const MoeConfig& config, const MoeWeights& weights, const Tensor& 
   return {values.to(logits.scalar_type()), indices};
 }
 
-Tensor gated(const MoeConfig& config, const Tensor& gate_up) {
-  if (!config.clamped) {
-    const std::vector<Tensor> halves = gate_up.chunk(2, -1);
-    return ops::activate(halves[0], config.activation).mul(halves[1]);
-  }
+Tensor gated(const MoeConfig& config, Arithmetic arithmetic, const Tensor& gate_up) {
+  if (!config.clamped) return ops::activated_product(gate_up, std::nullopt, config.activation, arithmetic);
   const auto [alpha, limit] = *config.clamped;
+  if (arithmetic == Arithmetic::kFast && kernels::takes(gate_up.scalar_type())) {
+    return kernels::clamped_gate(gate_up, alpha, limit);
+  }
   Tensor gate = gate_up.slice(-1, 0, std::nullopt, 2);
   Tensor up = gate_up.slice(-1, 1, std::nullopt, 2);
   gate = gate.clamp(std::nullopt, limit);
@@ -107,7 +108,8 @@ struct RowsOf : public torch::autograd::Function<RowsOf> {
   }
 };
 
-Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing,
+                 Arithmetic arithmetic) {
   const int64_t count = tokens.size(0), experts = weights.gate_up.size(0);
   // Each expert takes the tokens that chose it first, then those that chose it second, and so on.
   const Tensor chosen = routing.experts.t().reshape(-1);
@@ -138,7 +140,7 @@ Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tenso
   };
   Tensor result = at::zeros_like(tokens);
   for (size_t i = 0; i < hit.size(); ++i) {
-    Tensor states = gated(config, product(own[i], gate_up[i], gate_up_bias[i]));
+    Tensor states = gated(config, arithmetic, product(own[i], gate_up[i], gate_up_bias[i]));
     states = product(states, down[i], down_bias[i]);
     states = states * share[i];
     result.index_add_(0, row[i], states.to(result.scalar_type()));
@@ -152,7 +154,8 @@ Tensor summed(const MoeConfig& config, const Tensor& tokens, const Tensor& weigh
   return sum.to(tokens.scalar_type());
 }
 
-Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing,
+               Arithmetic arithmetic) {
   const int64_t experts = weights.gate_up.size(0);
   const auto [sorted, order] = at::sort(routing.experts.reshape(-1));
   const Tensor own = tokens.index({order.floor_divide(config.top_k)});
@@ -166,7 +169,7 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
     Tensor result = ops::grouped_product(states.to(stacked.scalar_type()), stacked, ends, way);
     return biases.defined() ? result.add_(biases) : result;
   };
-  Tensor states = gated(config, product(own, weights.gate_up, weights.gate_up_bias));
+  Tensor states = gated(config, arithmetic, product(own, weights.gate_up, weights.gate_up_bias));
   states = product(states, weights.down, weights.down_bias);
   const Tensor weighted = states * shares.unsqueeze(-1);
   Tensor back = at::empty_like(order);
@@ -174,7 +177,8 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   return summed(config, tokens, weighted.index({back}));
 }
 
-Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing) {
+Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing,
+               Arithmetic arithmetic) {
   const Tensor own = tokens.repeat_interleave(config.top_k, 0);
   const Tensor chosen = routing.experts.reshape(-1);
   const Tensor shares = routing.weights.reshape(-1);
@@ -185,7 +189,7 @@ Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor&
                                    : at::bmm(matrices, states.unsqueeze(-1)).squeeze(-1);
     return biases.defined() ? result.add_(biases) : result;
   };
-  Tensor states = gated(config, product(own, weights.gate_up, weights.gate_up_bias));
+  Tensor states = gated(config, arithmetic, product(own, weights.gate_up, weights.gate_up_bias));
   states = product(states, weights.down, weights.down_bias);
   return summed(config, tokens, states * shares.unsqueeze(-1));
 }
@@ -209,19 +213,19 @@ Shares parse_shares(std::string_view name) {
 }
 
 Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts, const Tensor& hidden,
-                          Tensor* router_logits) {
+                          Tensor* router_logits, Arithmetic arithmetic) {
   const Tensor tokens = hidden.reshape({-1, hidden.size(-1)});
   const Routing routing = route(config, weights, tokens, router_logits);
   Tensor result;
   switch (experts) {
     case Experts::kEager:
-      result = by_expert(config, weights, tokens, routing);
+      result = by_expert(config, weights, tokens, routing, arithmetic);
       break;
     case Experts::kGrouped:
-      result = grouped(config, weights, tokens, routing);
+      result = grouped(config, weights, tokens, routing, arithmetic);
       break;
     case Experts::kBatched:
-      result = batched(config, weights, tokens, routing);
+      result = batched(config, weights, tokens, routing, arithmetic);
       break;
   }
   return result.reshape(hidden.sizes());

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/ops/chunked_mlp.h>
 
 namespace roundpipe::models {
@@ -52,11 +53,13 @@ struct MoeWeights {
 };
 
 // Computes the mixture for hidden states [rows, tokens, width]. It dispatches the operators that transformers' code
-// dispatches, in the same order and dtypes, so values and gradients have the same bits. kEager copies the experts'
+// dispatches, in the same order and dtypes, so values and gradients have the same bits; in fast arithmetic, gates are
+// fused kernels. kEager copies the experts'
 // token counts to the host, once; the others never wait for the device where torch has grouped kernels.
 // `router_logits`: null, or set to the router's scores [rows * tokens, experts] before the softmax.
 // Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
 at::Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts,
-                              const at::Tensor& hidden, at::Tensor* router_logits = nullptr);
+                              const at::Tensor& hidden, at::Tensor* router_logits = nullptr,
+                              Arithmetic arithmetic = kDefaultArithmetic);
 
 }  // namespace roundpipe::models

@@ -1,8 +1,11 @@
 #include <roundpipe/models/token_loss.h>
 
+#include <algorithm>
+
 #include <ATen/Functions.h>
 #include <ATen/core/Reduction.h>
 
+#include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
 
 namespace roundpipe::models {
@@ -27,10 +30,13 @@ Tensor token_loss(const Tensor& hidden, const ops::Projection& head, const Tenso
                   const TokenLossOptions& options, Tensor* logits) {
   const Tensor shifted = predicted_labels(labels, hidden.device());
   const int64_t vocabulary = head.weight.size(0);
-  if (logits == nullptr && in_chunks(options, shifted.numel(), vocabulary)) {
+  const bool chunked = in_chunks(options, shifted.numel(), vocabulary);
+  const bool is_fused = options.arithmetic == Arithmetic::kFast && kernels::takes(hidden.scalar_type());
+  if (logits == nullptr && (chunked || is_fused)) {
     ops::LinearCrossEntropyOptions chunks;
     chunks.ignore_index = kIgnoredLabel;
-    chunks.chunk_tokens = *options.chunk_tokens;
+    chunks.chunk_tokens = chunked ? *options.chunk_tokens : std::max<int64_t>(1, shifted.numel());
+    chunks.arithmetic = options.arithmetic;
     chunks.chunk_logit_bytes = options.chunk_logit_bytes;
     const Tensor sum =
         ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight, head.bias, shifted, chunks).sum;

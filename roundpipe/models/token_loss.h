@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/ops/projection.h>
 
 namespace roundpipe::models {
@@ -19,7 +20,8 @@ struct TokenLossOptions {
   // Tokens whose logits exist at a time, if there are more; 0: if all take more than kWholeLogitBytes, as many as
   // ops::linear_cross_entropy chooses; none: all.
   std::optional<int64_t> chunk_tokens;
-  int64_t chunk_logit_bytes = 0;  // see ops::LinearCrossEntropyOptions
+  int64_t chunk_logit_bytes = 0;               // see ops::LinearCrossEntropyOptions
+  Arithmetic arithmetic = kDefaultArithmetic;  // kFast: all tokens are one chunk where there would be none
 };
 
 // The labels that the tokens predict, in one row on `device`: each token has the label of the token after it, and the

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/kernels/kernels.h>
 #include <roundpipe/torch_compat/autocast.h>
 #include <roundpipe/torch_compat/own_generators.h>
 
@@ -357,14 +358,28 @@ at::Tensor activate(const at::Tensor& input, Activation activation) {
   throw Error(concat("[chunked_mlp] there is no activation with the number ", static_cast<int>(activation)));
 }
 
+at::Tensor activated_product(const at::Tensor& gate, const std::optional<at::Tensor>& up, Activation activation,
+                             Arithmetic arithmetic) {
+  const bool alike = !up || (up->scalar_type() == gate.scalar_type() && up->sizes() == gate.sizes());
+  if (arithmetic == Arithmetic::kFast && activation == Activation::kSilu && alike &&
+      kernels::takes(gate.scalar_type())) {
+    return kernels::silu_gate(gate, up);
+  }
+  if (up) return activate(gate, activation).mul(*up);
+  const std::vector<at::Tensor> halves = gate.chunk(2, -1);
+  return activate(halves[0], activation).mul(halves[1]);
+}
+
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
-                     Activation activation, int64_t chunk_tokens, bool is_read) {
+                     Activation activation, int64_t chunk_tokens, bool is_read, Arithmetic arithmetic) {
   // A chunk of several rows is not contiguous, and the bits of an adapter's gradients depend on that.
   const bool adapted = gate.adapter || up.adapter || down.adapter;
   const auto body_of = [=](bool read) -> TokenwiseBody {
     return [=](const at::Tensor& given) {
       const at::Tensor tokens = adapted ? given.contiguous() : given;
-      return project(activate(project(tokens, gate), activation).mul(project(tokens, up)), down, read);
+      const at::Tensor gates = project(tokens, gate);
+      const at::Tensor ups = project(tokens, up);
+      return project(activated_product(gates, ups, activation, arithmetic), down, read);
     };
   };
   return map_if_asked(body_of, input, {&gate, &up, &down}, chunk_tokens, is_read);

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/ops/projection.h>
 
 namespace roundpipe::ops {
@@ -56,10 +57,15 @@ Activation parse_activation(std::string_view name);
 
 at::Tensor activate(const at::Tensor& input, Activation activation);
 
+// activation(gate) * up, of tensors of one shape; without `up`, `gate` has both as the halves of its last dimension.
+at::Tensor activated_product(const at::Tensor& gate, const std::optional<at::Tensor>& up, Activation activation,
+                             Arithmetic arithmetic);
+
 // Computes down(activation(gate(input)) * up(input)), as in Shazeer, "GLU Variants Improve Transformer" (2020), for an
 // input [..., width]. If chunk_tokens > 0, uses chunked_map over dimension -2. `is_read`: see project().
 at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Projection& up, const Projection& down,
-                     Activation activation, int64_t chunk_tokens = 0, bool is_read = true);
+                     Activation activation, int64_t chunk_tokens = 0, bool is_read = true,
+                     Arithmetic arithmetic = kDefaultArithmetic);
 
 // Computes down(activation(up(input))), otherwise like gated_mlp.
 at::Tensor two_layer_mlp(const at::Tensor& input, const Projection& up, const Projection& down, Activation activation,

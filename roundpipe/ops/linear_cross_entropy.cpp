@@ -10,6 +10,8 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_chunks.h>
+#include <roundpipe/kernels/kernels.h>
+#include <roundpipe/ops/wide_product.h>
 #include <roundpipe/torch_compat/autocast.h>
 
 namespace roundpipe::ops {
@@ -117,6 +119,7 @@ struct Work {
   bool hidden_gradient = false;
   bool weight_gradient = false;
   bool bias_gradient = false;
+  bool is_fused = false;
 
   bool any_gradient() const { return hidden_gradient || weight_gradient || bias_gradient; }
   at::ScalarType softmax_dtype() const { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
@@ -184,7 +187,8 @@ class ChunkedHead {
   void allocate_buffers() {
     const std::vector<int64_t> shape{work_.chunk_tokens, weight_.size(0)};
     logits_ = at::empty(shape, weight_.options());
-    softmax_ = work_.softmax_dtype() == work_.dtype ? logits_ : at::empty(shape, token_losses_.options());
+    const bool has_one = work_.softmax_dtype() == work_.dtype || (work_.is_fused && work_.options.steps.empty());
+    softmax_ = has_one ? logits_ : at::empty(shape, token_losses_.options());
     at::ScalarType dtype = work_.dtype;
     for (const LogitStep& step : work_.options.steps) {
       if (step.kind == Kind::kFloat32) dtype = work_.softmax_dtype();
@@ -199,6 +203,7 @@ class ChunkedHead {
   void run_chunk(int64_t begin, int64_t count) {
     const at::Tensor hidden = hidden_.narrow(0, begin, count).to(work_.dtype);
     const at::Tensor labels = labels_.narrow(0, begin, count);
+    if (work_.is_fused) return run_fused(hidden, labels, begin, count);
     const at::Tensor ignored = labels.eq(work_.options.ignore_index);
     const at::Tensor label = labels.masked_fill(ignored, 0).unsqueeze(1);
 
@@ -215,12 +220,22 @@ class ChunkedHead {
     probabilities.scatter_(1, label, log_probability.expm1());
     const at::Tensor gradient = undo_steps(count);
     const at::Tensor ignored_rows = ignored.unsqueeze(1);
-    if (work_.hidden_gradient) add_hidden_gradient(gradient, ignored_rows, begin, count);
-    if (work_.bias_gradient) {
-      gradient.masked_fill_(ignored_rows, 0);
-      gradients.bias.add_(gradient.sum(0, false, work_.softmax_dtype()), scale_);
-    }
+    if (work_.hidden_gradient) add_hidden_gradient(gradient, begin, count).masked_fill_(ignored_rows, 0);
+    if (work_.bias_gradient) add_bias_gradient(gradient.masked_fill_(ignored_rows, 0));
     if (work_.weight_gradient) add_weight_gradient(gradient, hidden.masked_fill(ignored_rows, 0), begin == 0);
+  }
+
+  // Likewise, where one kernel leaves the gradient in the logits' place, 0 for ignored rows.
+  void run_fused(const at::Tensor& hidden, const at::Tensor& labels, int64_t begin, int64_t count) {
+    project(hidden);
+    at::Tensor logits = apply_steps(count);
+    token_losses_.narrow(0, begin, count)
+        .copy_(kernels::cross_entropy_(logits, labels, work_.options.ignore_index, work_.any_gradient()));
+    if (!work_.any_gradient()) return;
+    const at::Tensor gradient = undo_steps(count);
+    if (work_.hidden_gradient) add_hidden_gradient(gradient, begin, count);
+    if (work_.bias_gradient) add_bias_gradient(gradient);
+    if (work_.weight_gradient) add_weight_gradient(gradient, hidden, begin == 0);
   }
 
   void project(const at::Tensor& hidden) {
@@ -281,12 +296,16 @@ class ChunkedHead {
     return current;
   }
 
-  void add_hidden_gradient(const at::Tensor& gradient, const at::Tensor& ignored_rows, int64_t begin, int64_t count) {
+  at::Tensor add_hidden_gradient(const at::Tensor& gradient, int64_t begin, int64_t count) {
     at::Tensor rows = gradients.hidden.narrow(0, begin, count);
     at::Tensor product = rows.scalar_type() == work_.dtype ? rows : at::empty(rows.sizes(), weight_.options());
     at::addmm_out(product, product, gradient, weight_, 0, scale_);
     if (!product.is_same(rows)) rows.copy_(product);
-    rows.masked_fill_(ignored_rows, 0);
+    return rows;
+  }
+
+  void add_bias_gradient(const at::Tensor& gradient) {
+    gradients.bias.add_(gradient.sum(0, false, work_.softmax_dtype()), scale_);
   }
 
   void add_weight_gradient(const at::Tensor& gradient, const at::Tensor& hidden, bool first) {
@@ -298,6 +317,11 @@ class ChunkedHead {
     // Each block takes a quarter of the buffer, because the CPU's mixed addition makes an fp32 copy.
     const int64_t width = weight_.size(1), vocabulary = weight_.size(0);
     if (width == 0) return;
+    if (work_.is_fused) {
+      if (first) gradients.weight.zero_();
+      add_wide_product(gradients.weight, gradient.t(), hidden, scale_, softmax_.numel() / 2);
+      return;
+    }
     const int64_t block = std::clamp<int64_t>(softmax_.numel() / (4 * width), 1, vocabulary);
     at::Tensor scratch = softmax_.flatten().view(work_.dtype);
     if (scratch.numel() < block * width) scratch = at::empty({block * width}, weight_.options());
@@ -427,6 +451,10 @@ LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at
   work.options = options;
   work.dtype = projection_dtype(hidden, weight, used_bias);
   const at::Tensor rows = hidden.reshape({flat_labels.size(0), hidden.size(-1)});
+  work.is_fused = options.arithmetic == Arithmetic::kFast && work.dtype != at::kDouble;
+  // The kernel computes in fp32 anyway.
+  const auto widens = [](const LogitStep& step) { return step.kind == Kind::kFloat32; };
+  if (work.is_fused && std::ranges::all_of(work.options.steps, widens)) work.options.steps.clear();
   work.chunk_tokens = chunk_length(rows.size(0), weight, options);
   if (at::GradMode::is_enabled()) {
     work.hidden_gradient = rows.requires_grad();

@@ -6,6 +6,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/core/arithmetic.h>
+
 namespace roundpipe::ops {
 
 // One elementwise operation between a model's output projection and its softmax.
@@ -30,6 +32,9 @@ struct LinearCrossEntropyOptions {
   // Applied in this order to the projection's logits, in the projection's dtype until a kFloat32. After the last step,
   // 16-bit logits are cast to fp32, so a final kFloat32 may be left out.
   std::vector<LogitStep> steps;
+  // kFast: softmax, losses and gradient of a chunk are one kernel over its logits (kernels::cross_entropy_), in their
+  // place; nothing is masked, so that hidden states of ignored tokens have to be finite, as in torch. Not for fp64.
+  Arithmetic arithmetic = kDefaultArithmetic;
   // Whether to return the loss of each token, too.
   bool token_losses = false;
 };
@@ -51,7 +56,8 @@ struct LinearCrossEntropyResult {
 //
 // Memory besides inputs and gradients: one chunk's logits in fp32 and, in 16 bits, also in that dtype, and one more
 // buffer for each tanh; in 16 bits with several chunks, the weight's gradient in fp32 until the call returns;
-// under autocast, the cast weight until the call returns.
+// under autocast, the cast weight until the call returns. kFast without steps: the logits in the projection's dtype
+// alone and, where a product cannot be added in fp32, half as much for it.
 //
 // On the CPU, labels are checked. On other devices, a check would make the host wait for the device, so a label out of
 // range does whatever at::gather does with it. Nothing else here waits, either.

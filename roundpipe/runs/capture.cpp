@@ -8,6 +8,7 @@
 #include <ATen/Version.h>
 #include <torch/version.h>
 
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/memory/mapped_file.h>
@@ -120,7 +121,9 @@ Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : name
                           {{"calls", pipeline.calls()},
                            {"random_seed", pipeline.random_seed()},
                            {"num_microbatch", model.run_options().microbatches.value_or(default_microbatches(devices))},
-                           {"chunk_logit_bytes", nullptr}}}};
+                           {"chunk_logit_bytes", nullptr},
+                           {"arithmetic", nullptr}}}};
+  if (model.arithmetic()) state_["pipelines"][""]["arithmetic"] = arithmetic_name(*model.arithmetic());
   if (const std::optional<int64_t> bytes = chunk_logit_bytes(model))
     state_["pipelines"][""]["chunk_logit_bytes"] = *bytes;
   state_["devices"] = devices;

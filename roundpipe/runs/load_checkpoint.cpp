@@ -8,6 +8,7 @@
 
 #include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/checkpoint/fall_back.h>
+#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_chunks.h>
@@ -254,6 +255,13 @@ void load_run(const StoredCheckpoint& stored, Model& model) {
   model.set_calls(saved.at("calls").get<uint64_t>());
   model.set_random_seed(saved.at("random_seed").get<uint64_t>());
   keep_chunks(saved, model);
+  if (model.arithmetic()) {
+    const auto before = saved.find("arithmetic");
+    const bool is_said = before != saved.end() && before->is_string();
+    const std::string changed =
+        changed_arithmetic(is_said ? before->get<std::string>() : "", *model.arithmetic(), model.name());
+    if (!changed.empty()) tell_user(changed);
+  }
   if (saved.at("num_microbatch").is_null()) return;
   const int count = saved.at("num_microbatch").get<int>();
   const int before =

@@ -166,6 +166,9 @@ class Check {
       if (const auto bytes = pipeline.find("chunk_logit_bytes"); bytes != pipeline.end() && !bytes->is_null()) {
         if (count(*bytes, "'chunk_logit_bytes'", where_) < 1) refuse("'chunk_logit_bytes' is 0, expected 1 or more");
       }
+      if (const auto form = pipeline.find("arithmetic"); form != pipeline.end() && !form->is_null()) {
+        if (*form != "exact" && *form != "fast") refuse("'arithmetic' is ", form->dump(), ", expected exact or fast");
+      }
       const json& microbatches = member(pipeline, "num_microbatch", where_);
       if (microbatches.is_null()) continue;
       const int64_t number = count(microbatches, "'num_microbatch'", where_);

@@ -1,5 +1,6 @@
 // Runs language models as lines of standard input say, one job a line, of fields `name=value` with tabs between:
 //   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8] [mlp_chunk=8]
+//   [arithmetic=exact]
 //   [chunk_logit_bytes=1048576] [seed=7]
 //   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1]
 //   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits, the
@@ -86,6 +87,7 @@ void run(Fields& fields) {
   roundpipe::LanguageModelOptions options;
   if (fields.count("dtype")) options.dtype = roundpipe::language::parse_dtype(fields["dtype"], "dtype");
   if (fields.count("attention")) options.layers.attention = roundpipe::models::parse_attention(fields["attention"]);
+  if (fields.count("arithmetic")) options.layers.arithmetic = roundpipe::parse_arithmetic(fields["arithmetic"]);
   if (fields.count("chunk_logit_bytes")) {
     options.model.run.chunk_logit_bytes = std::stoll(fields["chunk_logit_bytes"]);
   }

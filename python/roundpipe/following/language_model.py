@@ -41,6 +41,7 @@ from roundpipe.losses.reduction import (
     positions_are_inside,
 )
 from roundpipe.losses.token_loss import shares
+from roundpipe.ops.functional import Arithmetic
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -83,18 +84,24 @@ class LanguageModel:
         model: a transformers model, or one that peft has wrapped; on the CPU, with values.
         loss_chunk_tokens: number of tokens whose logits are held at a time if only the loss is needed.
         mlp_chunk_tokens: number of tokens whose inner activations of an MLP are held at a time.
+        arithmetic: of what computes natively.
 
     Attributes:
         chain: the pipeline's layers. Parameters are the model's own.
         name: the name of the model's class.
         is_causal: whether it is a causal language model.
+        arithmetic: as it was given.
 
     Raises:
         CannotFollow: the chain would not compute the same; the message gives the reason.
     """
 
     def __init__(
-        self, model: nn.Module, loss_chunk_tokens: ChunkTokens = "auto", mlp_chunk_tokens: ChunkTokens = "auto"
+        self,
+        model: nn.Module,
+        loss_chunk_tokens: ChunkTokens = "auto",
+        mlp_chunk_tokens: ChunkTokens = "auto",
+        arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
     ) -> None:
         inner = transformers_model_in(model)
         if inner is None:
@@ -105,7 +112,8 @@ class LanguageModel:
         self.name = type(inner).__name__
         self._inner, self._config = inner, inner.config
         self.is_causal = language_model_in(model) is not None
-        self._chunks = loss_chunk_tokens, mlp_chunk_tokens
+        _core.check_arithmetic(arithmetic)
+        self._chunks, self.arithmetic = (loss_chunk_tokens, mlp_chunk_tokens), arithmetic
         self._contents, self._trained = _contents(model), _trained(model)
         self._loss_function = _loss_function(inner)
         self._sizes = {id(parameter): parameter.shape for parameter in model.parameters()}
@@ -151,6 +159,7 @@ class LanguageModel:
             raise CannotFollow(f"part by part it fails ({type(error).__name__}: {error})") from error
         # Set only now, after the comparison of bits: values computed in chunks are the same, but their bits differ.
         followed.loss_chunk_tokens, followed.mlp_chunk_tokens = loss_chunk_tokens, mlp_chunk_tokens
+        followed.arithmetic = self.arithmetic
         self._followed = followed
         return found
 
@@ -191,7 +200,7 @@ class LanguageModel:
 
     def followed_anew(self) -> LanguageModel:
         """Follows the model again. REQUIRES: nothing runs its layers."""
-        anew = LanguageModel(self._model, *self._chunks)
+        anew = LanguageModel(self._model, *self._chunks, self.arithmetic)
         anew._followed.chunk_logit_bytes = self._followed.chunk_logit_bytes
         return anew
 

@@ -39,6 +39,7 @@ from roundpipe.layers.shadow import ShadowTree
 from roundpipe.losses.ending import Ending, Kept
 from roundpipe.losses.lazy_logits import LazyLogits
 from roundpipe.losses.token_loss import TokenLoss
+from roundpipe.ops.functional import Arithmetic
 
 # "auto" computes the loss in chunks if a microbatch's float32 logits would take more than this.
 LEAST_LOGITS_BYTES = 16 << 20
@@ -67,7 +68,7 @@ class FollowedModel:
         outputs: the output of each call.
         collected: what transformers collected inside each call in the plain run, by key.
         names: of every parameter and buffer, by id.
-        loss_chunk_tokens: see `LanguageModel`; also for `mlp_chunk_tokens`.
+        loss_chunk_tokens: see `LanguageModel`; also for `mlp_chunk_tokens` and `arithmetic`.
         blocks: the token-wise parts of each call's layer.
         forced: arguments that the forward is always called with.
         carried: by the form of the call, the values made before the last call that the forward's end reads. Written by
@@ -90,6 +91,7 @@ class FollowedModel:
     loss_chunk_tokens: ChunkTokens = None
     chunk_logit_bytes: int = 0  # of a choice that is left open; 0: by the kind of device
     mlp_chunk_tokens: ChunkTokens = None
+    arithmetic: Arithmetic = "exact"
     carried: dict[str, list[Made]] = field(default_factory=dict)
     ends_early: frozenset[str] = frozenset()
     rotary: LongRows | None = None
@@ -518,7 +520,10 @@ class After(Part):
         before = whole.__dict__.get("_loss_function")
         head.__dict__["forward"] = lambda input: LazyLogits.make(input, head.weight, head.bias)
         whole.__dict__["_loss_function"] = TokenLoss(
-            model.loss_function, chunk if isinstance(chunk, int) else 0, followed.chunk_logit_bytes
+            model.loss_function,
+            chunk if isinstance(chunk, int) else 0,
+            followed.chunk_logit_bytes,
+            followed.arithmetic,
         )
         try:
             yield

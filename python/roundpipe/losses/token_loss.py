@@ -10,7 +10,7 @@ import torch
 
 from roundpipe.data.samples import IGNORED
 from roundpipe.losses.lazy_logits import LazyLogits
-from roundpipe.ops.functional import linear_cross_entropy
+from roundpipe.ops.functional import Arithmetic, linear_cross_entropy
 
 
 def shares(counts: list[int | None], summed: bool, total: float | None = None) -> list[float] | None:
@@ -40,10 +40,13 @@ class TokenLoss:
         original: the model's own.
         chunk_tokens: number of tokens whose logits are held at a time; 0 chooses.
         chunk_logit_bytes: see `linear_cross_entropy`.
+        arithmetic: of such a loss.
     """
 
-    def __init__(self, original: Callable[..., Any], chunk_tokens: int, chunk_logit_bytes: int) -> None:
-        self._original = original
+    def __init__(
+        self, original: Callable[..., Any], chunk_tokens: int, chunk_logit_bytes: int, arithmetic: Arithmetic
+    ) -> None:
+        self._original, self._arithmetic = original, arithmetic
         self._chunk_tokens, self._chunk_logit_bytes = chunk_tokens, chunk_logit_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,5 +79,6 @@ class TokenLoss:
             reduction="mean" if items is None else "sum",
             chunk_tokens=self._chunk_tokens,
             chunk_logit_bytes=self._chunk_logit_bytes,
+            arithmetic=self._arithmetic,
         )
         return loss if items is None else loss / items

@@ -26,6 +26,7 @@ from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.native.report import NativeOption, check_option, without_native_layers
+from roundpipe.ops.functional import Arithmetic
 from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def wrap_model_to_roundpipe(
     loss_chunk_tokens: ChunkTokens = "auto",
     mlp_chunk_tokens: ChunkTokens = "auto",
     native: NativeOption = None,
+    arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
     **roundpipe_kwargs: Any,
 ) -> Any:
     """Wraps a model: a transformers model by following its own forward, any other model part by part.
@@ -85,7 +87,10 @@ def wrap_model_to_roundpipe(
         native: for a followed model: whether the engine runs its decoder layers itself, without Python. None does so
             where the layer's class has a native form and both have the same bits in a comparison made here; see
             `layers_are_native` of the result. False never does so. True requires it for every layer, and "exact" also
-            that the bits are those of the Python layers, as they are for all native forms so far.
+            that the bits are those of the Python layers, which "fast" arithmetic has not.
+        arithmetic: "exact" or "fast": whether native layers and losses compute with torch's operators, and so with
+            their bits, or with fused kernels, in less time and memory and with other last bits, which are the same on
+            any number of devices. Parts that run in Python compute exactly; `layers_are_native` says what does.
         **roundpipe_kwargs: options for every `RoundPipe`.
 
     Returns:
@@ -101,7 +106,7 @@ def wrap_model_to_roundpipe(
         raise ValueError(
             f"[wrap_model_to_roundpipe] the model is wrapped already, as {type(model).__name__}; expected a plain one"
         )
-    check_option(native)
+    check_option(native, arithmetic)
     config = model_run_config or RoundPipeRunConfig()
     language_model = _language_model_in(model)
     if use_sequential_preset and (language_model is None or type(language_model).__name__ not in PRESETS):
@@ -113,7 +118,7 @@ def wrap_model_to_roundpipe(
     refuse_compiled(model)
     by_parts = use_sequential_preset is False or bool(skip_modules) or bool(override_config and language_model is None)
     if use_sequential_preset or (not by_parts and (language_model is not None or upper_threshold is None)):
-        followed = _followed(model, language_model is not None, loss_chunk_tokens, mlp_chunk_tokens)
+        followed = _followed(model, language_model is not None, loss_chunk_tokens, mlp_chunk_tokens, arithmetic)
         if followed is not None:
             followed.check_microbatches(None if config.num_microbatch == "auto" else config.num_microbatch)
             return _pipe_of(followed, model, name or followed.name, config, native, roundpipe_kwargs)
@@ -189,7 +194,11 @@ def _language_model_in(model: nn.Module) -> nn.Module | None:
 
 
 def _followed(
-    model: nn.Module, is_causal: bool, loss_chunk_tokens: ChunkTokens, mlp_chunk_tokens: ChunkTokens
+    model: nn.Module,
+    is_causal: bool,
+    loss_chunk_tokens: ChunkTokens,
+    mlp_chunk_tokens: ChunkTokens,
+    arithmetic: Arithmetic,
 ) -> LanguageModel | None:
     """Follows a transformers model as a chain of layers. None for other models, and, with a warning, for models that
     cannot be followed; a causal language model that cannot be followed raises."""
@@ -201,7 +210,7 @@ def _followed(
     if transformers_model_in(model) is None:
         return None
     try:
-        return LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens)
+        return LanguageModel(model, loss_chunk_tokens, mlp_chunk_tokens, arithmetic)
     except CannotFollow as reason:
         if is_causal:
             raise

@@ -13,6 +13,7 @@ from roundpipe.following.parts import FollowedModel, Part
 from roundpipe.layers.values import Structure
 from roundpipe.native.code import Code, modeling_of
 from roundpipe.native.decoder import HOOKS, instance_reason
+from roundpipe.ops.functional import Arithmetic
 
 # Kinds of rotary positions whose frequencies never change.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
@@ -90,7 +91,7 @@ class _NativePart:
                 for module in self._modules
             ]
             self.reason = self.around.reason_against() or self._reason_against()
-            self._config = self._made() if self.reason is None else None
+            self._config = self._made(self.around.followed.arithmetic) if self.reason is None else None
         return self._config
 
     def reason_now(self) -> str | None:
@@ -101,7 +102,7 @@ class _NativePart:
     def _reason_against(self) -> str | None:
         raise NotImplementedError
 
-    def _made(self) -> Any:
+    def _made(self, arithmetic: Arithmetic) -> Any:
         raise NotImplementedError
 
 
@@ -152,9 +153,13 @@ class NativeHead(_NativePart):
         """The weight of the norm, and the weight and bias of the head."""
         return self._norm.weight, self._head.weight, self._head.bias
 
-    def _made(self) -> _core.HeadConfig:
-        eps = self._norm.variance_epsilon
-        return _core.HeadConfig(norm_eps=eps, scales_norm_in_float=self.around.prefix == "GptOss")
+    def exact_config(self) -> _core.HeadConfig | None:
+        """Likewise, in exact arithmetic."""
+        return None if self.config() is None else self._made("exact")
+
+    def _made(self, arithmetic: Arithmetic) -> _core.HeadConfig:
+        eps, in_float = self._norm.variance_epsilon, self.around.prefix == "GptOss"
+        return _core.HeadConfig(norm_eps=eps, scales_norm_in_float=in_float, arithmetic=arithmetic)
 
 
 class NativeEmbedding(_NativePart):
@@ -210,7 +215,7 @@ class NativeEmbedding(_NativePart):
         """The embedding's weight and the rotary frequencies."""
         return self._embedding.weight, self._rotary.inv_freq
 
-    def _made(self) -> _core.EmbeddingConfig:
+    def _made(self, arithmetic: Arithmetic) -> _core.EmbeddingConfig:
         padding = self._embedding.padding_idx
         return _core.EmbeddingConfig(
             padding_index=-1 if padding is None else padding, rotary_scaling=self._rotary.attention_scaling

@@ -10,6 +10,7 @@ import torch
 from roundpipe import _core
 from roundpipe.layers.shadow import ShadowTree
 from roundpipe.native import adapters
+from roundpipe.native.check_fast import is_near_exact
 from roundpipe.native.decoder import NativeDecoder, config_of
 from roundpipe.native.experts import activation_path, family, numbers_of
 
@@ -42,7 +43,8 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
         experts: the native name of how its experts compute, if it has any.
 
     Returns:
-        What differs; None if values and gradients have the same bits, with a mask and without.
+        What differs; None if values and gradients have the same bits, with a mask and without, and if its arithmetic is
+        fast, nearly the same numbers as with the exact one.
     """
     layer = ShadowTree(decoder.layer, {}).root
     layer.eval()
@@ -79,6 +81,10 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
             expected = torch.autograd.grad(plain, wanted, outgoing)
             if not all(map(same_bits, expected, torch.autograd.grad(native, wanted, outgoing))):
                 return "its gradients differ in bits from the layer's own"
+            if decoder.arithmetic == "fast":
+                given = None if is_large else outgoing
+                if not is_near_exact(decoder, layer, hidden, (cos, sin), mask, given, attention, experts):
+                    return "in fast arithmetic, its results differ from the layer's own"
     return None
 
 

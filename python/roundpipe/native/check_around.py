@@ -15,6 +15,7 @@ from roundpipe.layers.values import split
 from roundpipe.losses.ending import Ending, Kept
 from roundpipe.native.around import NativeEmbedding, NativeHead
 from roundpipe.native.check import LARGE_BYTES, same_bits
+from roundpipe.native.check_fast import are_near
 
 _ROWS, _TOKENS = 2, 6
 _SHARE = 0.75
@@ -60,9 +61,10 @@ def compare_embedding(native: NativeEmbedding, before: nn.Module) -> str | None:
 
 
 def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str | None:
-    """Why the native part after the layers cannot stand for `after`; None if both have the same bits. Notes the
-    structures of the model's outputs."""
-    config = native.config()
+    """Why the native part after the layers cannot stand for `after`; None if both have the same bits, or in fast
+    arithmetic, nearly the same numbers as well. Notes the structures of the model's outputs."""
+    config, own = native.exact_config(), native.config()
+    is_fast = native.around.followed.arithmetic == "fast"
     if config is None:
         return native.reason
     norm, weight, bias = native.tensors_now()
@@ -87,9 +89,14 @@ def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str
                 mine = _core.apply_head(config, call, norm, weight, bias, [hidden, *given.values()])
                 if len(mine) != len(theirs) or not all(map(same_bits, mine, theirs)):
                     return "its values differ in bits from the model's own"
-                gradients = [torch.autograd.grad([v.sum() for v in each], wanted) for each in (mine, theirs)]
-            if not all(map(same_bits, *gradients)):
+                forms = [mine, theirs]
+                if is_fast:
+                    forms.append(_core.apply_head(own, call, norm, weight, bias, [hidden, *given.values()]))
+                gradients = [torch.autograd.grad([v.sum() for v in each], wanted) for each in forms]
+            if not all(map(same_bits, *gradients[:2])):
                 return "its gradients differ in bits from the model's own"
+            if is_fast and not all(map(are_near, (*forms[2], *gradients[2]), (*theirs, *gradients[1]))):
+                return "in fast arithmetic, its results differ from the model's own"
     return None
 
 

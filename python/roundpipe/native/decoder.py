@@ -13,6 +13,7 @@ from torch import nn
 from roundpipe import _core
 from roundpipe.native import adapters, experts
 from roundpipe.native.code import family_of, modeling_of
+from roundpipe.ops.functional import Arithmetic
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
@@ -120,7 +121,7 @@ def instance_reason(module: nn.Module, parameters: set[str], buffers: set[str]) 
     return None
 
 
-def config_of(layer: Any) -> _core.DecoderConfig:
+def config_of(layer: Any, arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC) -> _core.DecoderConfig:
     """The native configuration of a layer that has no `reason_against`."""
     attention = layer.self_attn
     path = experts.activation_path(layer)
@@ -144,6 +145,7 @@ def config_of(layer: Any) -> _core.DecoderConfig:
         activation=None if is_sparse else activation,
         lora=adapters.numbers_of(layer),
         moe=_core.MoeConfig(activation=activation, **experts.numbers_of(layer)) if is_sparse else None,
+        arithmetic=arithmetic,
     )
 
 
@@ -158,13 +160,14 @@ class NativeDecoder:
         model_config: the transformers config that its attention reads.
         activation: the native name of its MLP's activation; None if it has experts instead, or adapters.
         has_experts: whether it has them.
+        arithmetic: in which it computes.
         reason: why its latest look found that it cannot run natively; None if it can.
     """
 
     kind = "decoder"
 
-    def __init__(self, layer: Any, prefix: str, number: int) -> None:
-        self.number = number
+    def __init__(self, layer: Any, prefix: str, number: int, arithmetic: Arithmetic) -> None:
+        self.number, self.arithmetic = number, arithmetic
         self.layer = layer
         self.names = [name for name, _ in layer.named_parameters()]
         self.model_config: Any = self.layer.self_attn.config
@@ -186,6 +189,12 @@ class NativeDecoder:
             self._look()
         return self._config
 
+    def exact_parts(self) -> str:
+        """What computes exactly, and why, although the arithmetic is another one; empty if nothing does."""
+        config = self.config()
+        weights = [parameter for _, parameter in self.layer.named_parameters()]
+        return "" if config is None else _core.exact_parts(config, self.names, weights)
+
     def _look(self) -> None:
         self._snapshots = [
             (dict(vars(module)), *(part for each in _changing_of(module) for part in (each, dict(each))))
@@ -194,7 +203,7 @@ class NativeDecoder:
         self.reason = reason_against(self.layer, self._prefix)
         if self.reason is None and self.layer.self_attn.config is not self.model_config:
             self.reason = "self_attn.config has been replaced"
-        self._config = config_of(self.layer) if self.reason is None else None
+        self._config = config_of(self.layer, self.arithmetic) if self.reason is None else None
 
 
 def _changing_of(module: nn.Module) -> list[dict[Any, Any]]:
@@ -202,10 +211,12 @@ def _changing_of(module: nn.Module) -> list[dict[Any, Any]]:
     return [*(vars(module)[name] for name in HOOKS), *adapters.changing_of(module)]
 
 
-def native_decoder(layer: nn.Module, number: int) -> NativeDecoder | str:
+def native_decoder(
+    layer: nn.Module, number: int, arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC
+) -> NativeDecoder | str:
     """The native form of a layer, or the reason why it has none."""
     prefix = family_of(layer)
     if prefix is None:
         return f"{type(layer).__module__}.{type(layer).__name__} has no native form"
     reason = reason_against(layer, prefix)
-    return NativeDecoder(layer, prefix, number) if reason is None else reason
+    return NativeDecoder(layer, prefix, number, arithmetic) if reason is None else reason

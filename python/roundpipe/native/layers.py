@@ -24,7 +24,7 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
         ValueError: native layers are required, and a layer has no native form.
     """
     if option is False:
-        return without_native_layers(option, "")
+        return without_native_layers(option, "", model.arithmetic)
     parts = [part for part in model.chain if isinstance(part, OwnLayer)]
     followed = parts[0].followed
     decoders: dict[int, NativeDecoder] = {}
@@ -33,7 +33,7 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
     for part in parts:
         own = next(iter(part._parameters), None)
         found = (
-            native_decoder(part.layer, part.index)
+            native_decoder(part.layer, part.index, followed.arithmetic)
             if own is None
             else f"{own} is used between two of its layers, which has no native form"
         )
@@ -43,12 +43,12 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
             decoders[part.index] = found
             prefix = family_of(part.layer)
     if prefix is None:
-        return without_native_layers(option, next(iter(reasons.values())))
+        return without_native_layers(option, next(iter(reasons.values())), followed.arithmetic)
     code = Code(prefix)
     passages = Passages(followed, decoders, code)
     whole = passages.reason_against()
     if whole is not None:
-        return without_native_layers(option, whole)
+        return without_native_layers(option, whole, followed.arithmetic)
     differing = compare(list(decoders.values()), str(passages.attention()), str(passages.experts()))
     for number in differing:
         del decoders[number]
@@ -56,11 +56,20 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
     modules: dict[int, NativeForm] = {id(part): decoders[part.index] for part in parts if part.index in decoders}
     followed.calls_alike = None
     if not decoders:
-        return required(NativeLayers(option, len(parts), reasons=reasons))
+        return required(NativeLayers(option, len(parts), reasons=reasons, arithmetic=followed.arithmetic))
     before, after = model.chain[0], model.chain[-1]
     around = _around(before, after, passages, prefix, code)
     modules |= {id(part): native for part, native in zip((before, after), around, strict=True) if native is not None}
-    layers = NativeLayers(option, len(parts), decoders, reasons, passages, modules=modules, before=before)
+    layers = NativeLayers(
+        option,
+        len(parts),
+        decoders,
+        reasons,
+        passages,
+        modules=modules,
+        before=before,
+        arithmetic=followed.arithmetic,
+    )
     if not reasons:
         followed.calls_alike = _alike(followed, prefix, code)
     return required(layers)

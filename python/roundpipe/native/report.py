@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
+from roundpipe import _core
+
 if TYPE_CHECKING:
-    from roundpipe import _core
     from roundpipe.layers.shell import NativeForm
     from roundpipe.native.decoder import NativeDecoder
     from roundpipe.native.passages import Passages
+    from roundpipe.ops.functional import Arithmetic
 
 NativeOption = Literal["exact"] | bool | None
 """None: where it is possible. True: required. "exact": required, with the bits of the Python layers. False: never."""
@@ -22,6 +24,9 @@ class NativeLayers:
 
     Its truth value is whether all of them are native, and its text says how many are, and why the others are not. If
     all are, it also says which parts around them run in Python.
+
+    Args:
+        arithmetic: of what is native.
 
     Attributes:
         option: the user's option.
@@ -37,8 +42,9 @@ class NativeLayers:
         whole: str | None = None,
         modules: Mapping[int, NativeForm] | None = None,
         before: nn.Module | None = None,
+        arithmetic: Arithmetic = "exact",
     ) -> None:
-        self.option = option
+        self.option, self._arithmetic = option, arithmetic
         self._total = total
         self._decoders = decoders or {}
         self._reasons = reasons or {}
@@ -82,29 +88,46 @@ class NativeLayers:
     def __str__(self) -> str:
         reasons = self.reasons
         if "model" in reasons:
-            return f"no layer runs natively: {reasons['model']}"
+            exact = "" if self._arithmetic == "exact" else "; they compute exactly, and only losses in chunks do not"
+            return f"no layer runs natively: {reasons['model']}{exact}"
+        fast = self._in_fast()
         if not reasons:
             around = "".join(f"; {part} runs in Python: {reason}" for part, reason in self.reasons_around.items())
-            return f"all {self._total} decoder layers run natively{around}"
+            return f"all {self._total} decoder layers run natively{fast}{around}"
         first = next(iter(reasons))
-        return f"{self._total - len(reasons)} of {self._total} decoder layers run natively; {first}: {reasons[first]}"
+        native = self._total - len(reasons)
+        return f"{native} of {self._total} decoder layers run natively{fast}; {first}: {reasons[first]}"
+
+    def _in_fast(self) -> str:
+        """What the text says about the arithmetic of native layers; nothing if it is exact."""
+        if self._arithmetic == "exact":
+            return ""
+        exact = {decoder.exact_parts() for decoder in self._decoders.values()} - {""}
+        return ", in fast arithmetic" + "".join(f" (exact: {each})" for each in sorted(exact))
 
     __repr__ = __str__
 
 
-def check_option(option: Any) -> None:
-    """Raises ValueError for a value that `native` does not take."""
+def check_option(option: Any, arithmetic: Any) -> None:
+    """Raises ValueError for a value that `native` or `arithmetic` does not take."""
+    _core.check_arithmetic(str(arithmetic))
+    if option == "exact" and arithmetic != "exact":
+        raise ValueError(
+            f"[wrap_model_to_roundpipe] native='exact' asks for the bits of the Python layers, which {arithmetic} "
+            "arithmetic has not; expected native=True, or arithmetic='exact'"
+        )
     if option is not None and option is not True and option is not False and option != "exact":
         raise ValueError(f"[wrap_model_to_roundpipe] native is {option!r}, expected None, True, False or 'exact'")
 
 
-def without_native_layers(option: NativeOption, reason: str) -> NativeLayers:
+def without_native_layers(option: NativeOption, reason: str, arithmetic: Arithmetic = "exact") -> NativeLayers:
     """Says that no layer is native.
 
     Raises:
         ValueError: native layers are required.
     """
-    return required(NativeLayers(option, whole="native=False" if option is False else reason))
+    whole = "native=False" if option is False else reason
+    return required(NativeLayers(option, whole=whole, arithmetic=arithmetic))
 
 
 def required(layers: NativeLayers) -> NativeLayers:

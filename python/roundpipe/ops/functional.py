@@ -17,6 +17,8 @@ from roundpipe import _core
 LogitStep: TypeAlias = Literal["tanh", "float32"] | tuple[Literal["multiply", "divide"], float]
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
+Arithmetic = Literal["exact", "fast"]
+"""The form in which native layers, heads and losses compute; see docs/native.md."""
 _FACTORS = {"multiply": _core.LogitStepKind.MULTIPLY, "divide": _core.LogitStepKind.DIVIDE}
 _STEPS = {"tanh": _core.LogitStepKind.TANH, "float32": _core.LogitStepKind.FLOAT32}
 
@@ -34,6 +36,7 @@ def linear_cross_entropy(
     steps: Sequence[LogitStep] | None = None,
     chunk_tokens: int = 0,
     chunk_logit_bytes: int = 0,
+    arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
 ) -> torch.Tensor:
     """The cross-entropy of a language model's head, without the logits of all tokens.
 
@@ -68,6 +71,8 @@ def linear_cross_entropy(
             (256 from a width of 1024).
         chunk_logit_bytes: bytes of fp32 logits in such a chunk; 0 = 64 MiB on the host and 1 GiB on a card. The chunks
             decide about the last bits of gradients.
+        arithmetic: "fast": the softmax, the losses and the gradient of a chunk are one kernel over its logits, in their
+            place, and sums of 16-bit products are not rounded where the device has such products. fp64 stays "exact".
 
     Returns:
         A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not supported.
@@ -84,6 +89,7 @@ def linear_cross_entropy(
     options.ignore_index = ignore_index
     options.chunk_tokens = chunk_tokens
     options.chunk_logit_bytes = chunk_logit_bytes
+    options.arithmetic = arithmetic
     options.steps = _logit_steps(softcap, scale, steps)
     total = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
     if reduction == "sum":

@@ -359,7 +359,9 @@ class _Walk:
             return
         before = self._inner.__dict__.get("_loss_function")
         head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
-        self._inner.__dict__["_loss_function"] = TokenLoss(self._inner.loss_function, 0, self._chunk_logit_bytes)
+        self._inner.__dict__["_loss_function"] = TokenLoss(
+            self._inner.loss_function, 0, self._chunk_logit_bytes, "exact"
+        )
         try:
             yield
         finally:

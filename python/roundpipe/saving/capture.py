@@ -310,6 +310,7 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
                 "random_seed": pipe._pipeline.random_seed,
                 "num_microbatch": _microbatches(pipe),
                 "chunk_logit_bytes": chunk_logit_bytes(pipe),
+                "arithmetic": arithmetic_of(pipe),
             }
             for path, pipe in group.models.pipes()
         },
@@ -349,6 +350,12 @@ def chunk_logit_bytes(pipe: Any) -> int | None:
     """Bytes of logits in a chunk of the loss; None if it does not choose its chunks."""
     followed = object.__getattribute__(pipe, "__dict__").get("_language_model")
     return None if followed is None else followed.chunk_logit_bytes(devices().torch_devices[0])
+
+
+def arithmetic_of(pipe: Any) -> str | None:
+    """In which what is native of a followed model computes; None for others."""
+    followed = object.__getattribute__(pipe, "__dict__").get("_language_model")
+    return None if followed is None else followed.arithmetic
 
 
 def _versions() -> dict[str, str]:

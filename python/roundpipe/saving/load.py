@@ -15,7 +15,7 @@ from roundpipe import _core
 from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import BUFFERS, WEIGHTS, chunk_logit_bytes, optimizer_kind
+from roundpipe.saving.capture import BUFFERS, WEIGHTS, arithmetic_of, chunk_logit_bytes, optimizer_kind
 from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
@@ -316,6 +316,7 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
         pipe._pipeline.random_seed = own.seed(path)
         attributes = object.__getattribute__(pipe, "__dict__")
         _keep_chunks(pipe, saved)
+        _say_changed_arithmetic(pipe, saved)
         before, number = attributes["_run_config"].num_microbatch, saved["num_microbatch"]
         if number is None or before == number:
             continue
@@ -329,6 +330,13 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
                 "results stay the same",
                 file=sys.stderr,
             )
+
+
+def _say_changed_arithmetic(pipe: Any, saved: Mapping[str, Any]) -> None:
+    own = arithmetic_of(pipe)
+    said = None if own is None else _core.changed_arithmetic(saved.get("arithmetic"), own, pipe._name)
+    if said:
+        print(said, file=sys.stderr)
 
 
 def _keep_chunks(pipe: Any, saved: Mapping[str, Any]) -> None:

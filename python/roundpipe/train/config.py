@@ -73,6 +73,11 @@ class TrainConfig:
         _option(_RUN, "Of the weights (default: that of the model's files).", show_default=False),
     ] = None
 
+    arithmetic: Annotated[
+        Literal["exact", "fast"],
+        _option(_RUN, "exact: with torch's bits. fast: fused kernels, in less time, with other last bits."),
+    ] = "exact"
+
     lora: Annotated[bool, _option(_ADAPTERS, "Train LoRA adapters, and freeze the model.")] = False
     dora: Annotated[bool, _option(_ADAPTERS, "Train DoRA adapters: LoRA with a magnitude of each weight's rows.")] = (
         False

@@ -84,6 +84,7 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         base_of(config),
         name=_NAME,
         model_run_config=run_config,
+        arithmetic=config.arithmetic,
         host_memory=config.host_memory,
         device_memory=config.device_memory,
         **options,

@@ -107,7 +107,8 @@ void bind_models(py::module_& module) {
                [](int64_t head_dim, double scaling, double input_norm_eps, double post_norm_eps, double query_norm_eps,
                   double key_norm_eps, bool scales_norms_in_float, double attention_dropout, bool training,
                   const std::optional<std::string>& activation, const std::optional<MoeConfig>& moe,
-                  const std::array<std::optional<std::tuple<double, double, bool>>, models::kAdaptable.size()>& lora) {
+                  const std::array<std::optional<std::tuple<double, double, bool>>, models::kAdaptable.size()>& lora,
+                  const std::string& arithmetic) {
                  DecoderConfig config;
                  config.head_dim = head_dim;
                  config.scaling = scaling;
@@ -120,6 +121,7 @@ void bind_models(py::module_& module) {
                  config.training = training;
                  if (activation) config.activation = ops::parse_activation(*activation);
                  if (moe) config.moe = *moe;
+                 config.arithmetic = parse_arithmetic(arithmetic);
                  for (size_t i = 0; i < lora.size(); ++i) {
                    if (lora[i])
                      std::tie(config.lora[i].scaling, config.lora[i].dropout, config.lora[i].training) = *lora[i];
@@ -128,7 +130,8 @@ void bind_models(py::module_& module) {
                }),
            py::kw_only(), py::arg("head_dim"), py::arg("scaling"), py::arg("input_norm_eps"), py::arg("post_norm_eps"),
            py::arg("query_norm_eps"), py::arg("key_norm_eps"), py::arg("scales_norms_in_float"),
-           py::arg("attention_dropout"), py::arg("training"), py::arg("activation"), py::arg("moe"), py::arg("lora"));
+           py::arg("attention_dropout"), py::arg("training"), py::arg("activation"), py::arg("moe"), py::arg("lora"),
+           py::arg("arithmetic"));
   py::class_<DecoderCall>(module, "DecoderCall")
       .def(py::init([](int hidden, int cos, int sin, std::optional<int> mask, std::optional<int> positions,
                        const std::string& attention, const std::optional<std::string>& experts,
@@ -161,10 +164,11 @@ void bind_models(py::module_& module) {
            }),
            py::arg("ids"), py::arg("attention_mask"), py::arg("positions"), py::arg("kept"), py::arg("inputs"));
   py::class_<models::HeadConfig, std::shared_ptr<models::HeadConfig>>(module, "HeadConfig")
-      .def(py::init([](double norm_eps, bool scales_norm_in_float) {
-             return std::make_shared<models::HeadConfig>(models::HeadConfig{norm_eps, scales_norm_in_float});
+      .def(py::init([](double norm_eps, bool scales_norm_in_float, const std::string& arithmetic) {
+             return std::make_shared<models::HeadConfig>(
+                 models::HeadConfig{norm_eps, scales_norm_in_float, parse_arithmetic(arithmetic)});
            }),
-           py::kw_only(), py::arg("norm_eps"), py::arg("scales_norm_in_float"));
+           py::kw_only(), py::arg("norm_eps"), py::arg("scales_norm_in_float"), py::arg("arithmetic"));
   py::class_<HeadCall>(module, "HeadCall")
       .def(py::init([](int hidden, std::optional<int> labels, std::optional<int> items, std::optional<double> share,
                        bool gives_logits, std::optional<int64_t> chunk_tokens, int64_t chunk_logit_bytes,
@@ -206,6 +210,12 @@ void bind_models(py::module_& module) {
       },
       py::arg("config"), py::arg("call"), py::arg("norm"), py::arg("weight"), py::arg("bias"), py::arg("inputs"),
       py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "exact_parts",
+      [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights) {
+        return models::exact_parts(config, models::find_decoder_weights(names, weights));
+      },
+      py::arg("config"), py::arg("names"), py::arg("weights"));
   module.def(
       "decode",
       [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,

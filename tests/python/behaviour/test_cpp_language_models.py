@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import roundpipe.ops.packed_attention  # noqa: F401  it makes "packed" known
+import roundpipe
+import roundpipe.ops.packed_attention  # it makes "packed" known
 from language_program import (
     TOKENS,
     Program,
@@ -21,6 +22,7 @@ from language_program import (
     check_saved_folders,
     compare,
     expected,
+    load,
     make_folder,
     needs_program,
 )
@@ -106,6 +108,41 @@ def test_bits_of_microbatches_and_packed_attention(
             said = program.run(model=folder(name), attention=attention, microbatches=2, batch=tmp_path / kind, out=out)
             assert said == "ok", said
             compare(out, expected(folder(name), batch, "float32", attention, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama, tied, pad token"])
+def test_fast_arithmetic_has_the_bits_of_the_python_face(
+    name: str, program: Program, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    roundpipe.devices("virtual:1")
+    batch = batches()["plain"]
+    save_file(batch, tmp_path / "batch")
+    found: list[dict[str, torch.Tensor]] = []
+    for arithmetic in ("fast", "exact"):
+        out = tmp_path / arithmetic
+        said = program.run(
+            model=folder(name),
+            dtype="bfloat16",
+            arithmetic=arithmetic,
+            microbatches=2,
+            batch=tmp_path / "batch",
+            out=out,
+        )
+        assert said == "ok", said
+        found.append(load_file(out))
+    fast, exact = found
+    model = load(folder(name), dtype="bfloat16", attn_implementation="sdpa").train()
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
+    wrapped = roundpipe.wrap_model_to_roundpipe(model, model_run_config=config, arithmetic="fast", native=True)
+    counted = (batch["labels"][:, 1:] != -100).sum()
+    arguments = {"input_ids": batch["ids"], "labels": batch["labels"], "num_items_in_batch": counted}
+    loss = wrapped.forward_backward((), arguments)
+    wrapped.synchronize()
+    assert torch.equal(fast["loss"], loss.detach().cpu().reshape(()))
+    for parameter_name, parameter in model.named_parameters():
+        assert torch.equal(fast[f"grad.{parameter_name}"], parameter.grad), parameter_name
+    assert not torch.equal(fast["grad.model.norm.weight"], exact["grad.model.norm.weight"])
+    assert fast["loss"].item() == pytest.approx(exact["loss"].item(), rel=1e-2)
 
 
 def test_chunks_of_a_loss_have_the_bytes_that_are_asked_for(program: Program, tmp_path: Path) -> None:

@@ -148,6 +148,15 @@ def test_silu_gate(dtype: torch.dtype, shape: list[int], strided: bool, seed: in
     compare(ops.silu_gate, lambda gate, up: F.silu(gate) * up, [gate, up], seed)
 
 
+@given(dtypes, st.integers(1, 3), st.sampled_from([1, 5, 8, 24, 100, 2048, 3001]), st.booleans(), seeds)
+def test_silu_gate_of_halves(dtype: torch.dtype, rows: int, width: int, strided: bool, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = numbers(generator, dtype, 2, rows, 2 * width, strided=strided) * 3
+    compare(ops.silu_gate, lambda x: F.silu(x[..., :width]) * x[..., width:], [x], seed)
+    gate, up = x.chunk(2, -1)
+    assert torch.equal(ops.silu_gate(x), ops.silu_gate(gate, up))
+
+
 def clamped(x: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
@@ -177,6 +186,16 @@ def test_cross_entropy(dtype: torch.dtype, vocabulary: int, tokens: int, seed: i
     assert_close(found, losses.detach(), scale=logits.double().abs().max())
     assert exact.grad is not None
     assert_close(before, exact.grad, vocabulary, scale=torch.tensor(1.0))
+
+
+def test_ignored_rows_without_a_number() -> None:
+    logits = torch.tensor([[float("nan"), 0.0], [float("inf"), 0.0], [1.0, 0.0]])
+    exact = logits.double().requires_grad_()
+    labels = torch.full((3,), -100)
+    F.cross_entropy(exact, labels, reduction="sum").backward()
+    assert exact.grad is not None
+    assert torch.equal(ops.cross_entropy_(logits, labels, -100, True), torch.zeros(3))
+    assert torch.equal(torch.isnan(logits), torch.isnan(exact.grad)) and logits[2].eq(0).all()
 
 
 def test_logits_without_a_number() -> None:
@@ -228,6 +247,7 @@ def test_empty_tensors_have_empty_results() -> None:
         ops.rms_norm(x, weight, 1e-6).sum().backward()
         assert weight.grad is not None and weight.grad.eq(0).all()
         ops.silu_gate(x, x).sum().backward()
+        ops.silu_gate(x).sum().backward()
     assert ops.rotary(torch.empty(0, 3, 2, 4), torch.empty(1, 3, 4), torch.empty(1, 3, 4)).shape == (0, 3, 2, 4)
     assert ops.cross_entropy_(torch.empty(0, 4), torch.empty(0, dtype=torch.int64), -100, True).shape == (0,)
 
@@ -266,6 +286,7 @@ def test_the_dispatcher_knows_them() -> None:
         (ops._rms_norm_backward.default, (x.detach(), None, x.detach(), weight.detach(), torch.ones(6), True)),
         (ops._rotary.default, (torch.randn(2, 3, 5, 8), cos, sin, True)),
         (ops._gate.default, (x.detach(), x.detach(), None, 0.0)),
+        (ops._gate.default, (x.detach(), None, None, 0.0)),
         (ops._gate_backward.default, (x.detach(), x.detach(), x.detach(), None, 0.0)),
         (ops.cross_entropy_.default, (torch.randn(3, 5), torch.tensor([0, 4, -100]), -100, True)),
         (ops.add_wide_.default, (torch.zeros(5), torch.ones(5, dtype=torch.bfloat16))),
@@ -315,6 +336,7 @@ def test_second_derivatives_are_refused() -> None:
         (lambda: ops.rotary(torch.ones(2, 3, 1, 8), torch.ones(1, 4, 8), torch.ones(1, 4, 8)), "the tables are"),
         (lambda: ops.silu_gate(torch.ones(2, 8), torch.ones(2, 4)), "one dtype and shape"),
         (lambda: ops.clamped_gate(torch.ones(2, 7), 1.0, 7.0), "an even last dimension"),
+        (lambda: ops.silu_gate(torch.ones(2, 7)), "an even last dimension"),
         (lambda: ops.cross_entropy_(torch.ones(2, 7), torch.ones(3, dtype=torch.int64), 0, True), "int64 .tokens."),
         (lambda: ops.add_wide_(torch.ones(2, 7), torch.ones(7)), "of one shape"),
     ],
@@ -339,6 +361,7 @@ def test_every_instruction_set_has_the_same_bits() -> None:
                 for function, inputs in (
                     (lambda x, y, w: ops.add_rms_norm(x, y, w, 1e-6), [x, y, weight]),
                     (ops.silu_gate, [x, y]),
+                    (ops.silu_gate, [x]),
                     (lambda x: ops.clamped_gate(x, 1.7, 1.0), [x]),
                     (lambda x, table=table: ops.rotary(x.view(1, 7, 6, 50), table, table), [x]),
                 ):

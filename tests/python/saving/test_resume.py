@@ -147,6 +147,39 @@ def test_a_loss_goes_on_in_chunks_of_the_size_that_it_had(
     assert again._language_model.chunk_logit_bytes("cpu") == 2**20
 
 
+def test_a_training_in_another_arithmetic_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def make(arithmetic: str) -> tuple[Any, Any]:
+        sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 8, "num_hidden_layers": 2}
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2))
+        pipe = roundpipe.wrap_model_to_roundpipe(model, native=True, arithmetic=arithmetic)
+        return pipe, roundpipe.optim.SGD(pipe, lr=0.1)
+
+    def run(pipe: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            ids = torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(step))
+            pipe.forward_backward((), {"input_ids": ids, "labels": ids})
+            pipe.step(optimizer)
+        pipe.synchronize()
+        return [parameter.detach().clone() for parameter in pipe.parameters()]
+
+    roundpipe.devices("virtual:2")
+    first, optimizer = make("fast")
+    run(first, optimizer, range(2))
+    roundpipe.save_checkpoint(tmp_path, first, optimizer, wait=True)
+    expected = run(first, optimizer, range(2, 4))
+    roundpipe.devices("virtual:1")
+    for arithmetic in ("fast", "exact"):
+        resumed, optimizer = make(arithmetic)
+        capsys.readouterr()
+        roundpipe.load_checkpoint(tmp_path, resumed, optimizer)
+        said = "computes in exact arithmetic, and the checkpoint in fast" in capsys.readouterr().err
+        same = all(map(torch.equal, run(resumed, optimizer, range(2, 4)), expected))
+        assert (said, same) == ((False, True) if arithmetic == "fast" else (True, False))
+
+
 def test_every_step_may_be_saved(tmp_path: Path) -> None:
     recipe = Recipe(dtype=torch.bfloat16)
     expected = uninterrupted(recipe, 6)

@@ -89,6 +89,8 @@ def test_options_of_the_data(read: Callable[..., RunData], tmp_path: Path) -> No
 
 def test_options_of_the_model(made: Callable[..., TrainConfig], tmp_path: Path) -> None:
     assert {p.dtype for p in load_model(made(dtype="bfloat16")).parameters()} == {torch.bfloat16}
+    fast = load_model(made(arithmetic="fast", rows="padded")).layers_are_native
+    assert str(fast) == "all 2 decoder layers run natively, in fast arithmetic"
     lora = load_model(made(lora=True, lora_rank=3, lora_alpha=6.0, lora_dropout=0.25, lora_targets=["q_proj"]))
     peft = lora.peft_config["default"]
     assert (peft.r, peft.lora_alpha, peft.lora_dropout, peft.use_rslora, peft.use_dora) == (3, 6.0, 0.25, False, False)
