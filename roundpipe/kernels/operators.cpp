@@ -7,7 +7,7 @@
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/kernels/host_kernels.h>
+#include <roundpipe/kernels/kernel_calls.h>
 #include <roundpipe/kernels/kernels.h>
 
 namespace roundpipe::kernels {
@@ -172,8 +172,10 @@ TORCH_LIBRARY(roundpipe, library) {
       "_gate_backward(Tensor gradient, Tensor first, Tensor? up, float? alpha, float limit) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_host_kernels(library); }
-TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_host_kernels(library); }
+TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_kernel_calls(library); }
+TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_kernel_calls(library); }
+// Every other kind of device.
+TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) { add_kernel_calls(library); }
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   static const auto op = operator_of<Tensor(const Tensor&, const Tensor&, double)>("roundpipe::rms_norm");
