@@ -67,9 +67,9 @@ constexpr Entry made(const char* name, const char* type) {
 #include <roundpipe/kernels/list.inl>
 #undef ROUNDPIPE_KERNEL
 
-const std::vector<Entry>& entries() {
-#define ROUNDPIPE_KERNEL(name, ...) entry_of<__VA_ARGS__>(),
-  static const std::vector<Entry> all = {
+const std::vector<const Entry*>& entries() {
+#define ROUNDPIPE_KERNEL(name, ...) &entry_of<__VA_ARGS__>(),
+  static const std::vector<const Entry*> all = {
 #include <roundpipe/kernels/list.inl>
   };
   return all;

@@ -30,7 +30,7 @@ struct Entry {
 };
 
 // All of them, as list.inl has them.
-const std::vector<Entry>& entries();
+const std::vector<const Entry*>& entries();
 
 // The one that takes this struct.
 template <typename Kernel>

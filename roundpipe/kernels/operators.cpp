@@ -7,8 +7,10 @@
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/kernels/card/card_launcher.h>
 #include <roundpipe/kernels/kernel_calls.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/launcher.h>
 
 namespace roundpipe::kernels {
 
@@ -175,7 +177,10 @@ TORCH_LIBRARY(roundpipe, library) {
 TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_kernel_calls(library); }
 TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_kernel_calls(library); }
 // Every other kind of device.
-TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) { add_kernel_calls(library); }
+TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) {
+  add_kernel_calls(library);
+  register_launcher(c10::DeviceType::CUDA, card::card_launcher());
+}
 
 Tensor rms_norm(const Tensor& input, const Tensor& weight, double eps) {
   static const auto op = operator_of<Tensor(const Tensor&, const Tensor&, double)>("roundpipe::rms_norm");

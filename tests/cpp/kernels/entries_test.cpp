@@ -12,7 +12,7 @@ namespace roundpipe::kernels {
 
 TEST_CASE("entries: every kernel of the source, once") {
   std::set<std::string> names;
-  for (const Entry& entry : entries()) CHECK(names.insert(entry.name).second);
+  for (const Entry* entry : entries()) CHECK(names.insert(entry->name).second);
   CHECK(names.size() == 8 * 3 + 2 * 2);
   CHECK(names.count("rms_norm_backward_bf16_fp32") == 1);
 }
@@ -51,13 +51,13 @@ TEST_CASE("entries: addresses are translated, and a kernel runs by its name alon
   kernel.lanes = kMostLanes;
   kernel.sums = reinterpret_cast<float*>(8);
   kernel.addends = reinterpret_cast<const float*>(16);
-  for (const Entry& entry : entries()) {
-    if (std::string(entry.name) != "add_wide_fp32") continue;
-    CHECK(entry.bytes == sizeof(kernel));
-    entry.translate(&kernel, [&](const void* address) -> void* {
+  for (const Entry* entry : entries()) {
+    if (std::string(entry->name) != "add_wide_fp32") continue;
+    CHECK(entry->bytes == sizeof(kernel));
+    entry->translate(&kernel, [&](const void* address) -> void* {
       return reinterpret_cast<std::uintptr_t>(address) == 8 ? sums.data() : addends.data();
     });
-    entry.run_on_host(&kernel);
+    entry->run_on_host(&kernel);
   }
   CHECK(sums == std::vector<float>(2100, 3.0f));
 }
