@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/kernels/kernels.h>
 #include <roundpipe/kernels/launcher.h>
@@ -83,8 +84,9 @@ bool is_plain(const char* where, const Tensor& tensor) {
     return said.insert(why).second;
   }();
   if (is_new) {
-    TORCH_WARN("[kernels] fused operators run by torch's own on ", tensor.device(), ", which takes longer and more ",
-               "memory, and may round otherwise: ", why);
+    const std::string notice = concat("[kernels] fused operators run by torch's own on ", tensor.device(),
+                                      ", which takes longer and more memory, and may round otherwise: ", why);
+    if (!frontend().warn(notice)) TORCH_WARN(notice);
   }
   return true;
 }
