@@ -13,10 +13,11 @@ namespace roundpipe::kernels {
 // Fused element-wise operators: each reads its inputs once or twice, computes in fp32 and rounds every result once. The
 // order of each sum follows from shapes alone, so their bits are the same on any card and on the host.
 //
-// They are operators of torch's dispatcher, `torch.ops.roundpipe.NAME` in Python, with kernels for the host and for
-// shapes without values, and with gradients of first order (create_graph is an error). Tensors are bf16, fp16 or fp32,
-// on one device, and may have any strides. Errors: std::invalid_argument for other dtypes, or shapes that do not fit.
-// Thread safety: any thread.
+// They are operators of torch's dispatcher, `torch.ops.roundpipe.NAME` in Python, with kernels for the host, for cards
+// that have a launcher (launcher.h) and for shapes without values, and with gradients of first order (create_graph is
+// an error). Other devices compute by torch's own operators, in that device's order of sums, and warn once. Tensors are
+// bf16, fp16 or fp32, on one device, and may have any strides. Errors: std::invalid_argument for other dtypes or
+// devices, or shapes that do not fit. Thread safety: any thread.
 
 // The widest row of a norm: a card keeps the sums of its weight's gradient beside its cores.
 inline constexpr int64_t kWidestNorm = 8192;
