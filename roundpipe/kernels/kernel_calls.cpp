@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <tuple>
