@@ -180,7 +180,7 @@ test-card: build $(BUILD)/.with_tests $(VENV)/.test
 	$(call say,5,the tests for accelerators on the test card. About a minute on two cores)
 	@$(NINJA) -C $(BUILD) _fake_card
 	@env $(CARD) $(PYTEST_BALANCED) tests/fake_card tests/gpu/test_equality.py tests/gpu/test_faults_and_memory.py \
-	  tests/gpu/test_random_state.py \
+	  tests/gpu/test_fused_operators.py tests/gpu/test_random_state.py \
 	  -k "not virtual and not card-1 and not card-2 and not (cards-2 and (random_state or does_not_grow))" $(PYTEST_FLAGS)
 
 # $(1): seed of the delays, $(2): which cases

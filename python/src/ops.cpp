@@ -1,5 +1,7 @@
 #include <roundpipe/core/loss_chunks.h>
+#include <roundpipe/kernels/card/program.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/launcher.h>
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/linear_cross_entropy.h>
 #include <roundpipe/ops/packed_attention.h>
@@ -87,6 +89,21 @@ void bind_kernels(py::module_& module) {
       py::arg("saved"), py::arg("own"), py::arg("model"));
   module.attr("DEFAULT_ARITHMETIC") = std::string(arithmetic_name(kDefaultArithmetic));
   module.def("card_source", [] { return std::string(kernels::card_source()); });
+  module.def(
+      "card_program",
+      [](const std::string& architecture) {
+        using kernels::card::ProgramCache;
+        const std::string program = [&] {
+          const py::gil_scoped_release release;
+          const ProgramCache cache(ProgramCache::folder_of_environment());
+          return program_for(kernels::card::Compiler::nvrtc(), architecture, cache);
+        }();
+        return py::bytes(program);
+      },
+      py::arg("architecture"));
+  module.def(
+      "why_no_kernels", [](const std::string& device) { return kernels::why_no_kernels(c10::Device(device)); },
+      py::arg("device"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_chunked_mlp(py::module_& module) {

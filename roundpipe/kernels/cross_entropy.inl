@@ -15,6 +15,7 @@ struct CrossEntropy : PlainKernel {
   T* logits;
   const Int64* labels;
   float* losses;
+  ROUNDPIPE_ADDRESSES(logits, labels, losses)
 
   struct State {
     Int64 label;
@@ -82,6 +83,7 @@ struct WideSum : PlainKernel {
   bool aligned;
   float* sums;
   const T* addends;
+  ROUNDPIPE_ADDRESSES(sums, addends)
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float sum[kVector], addend[kVector];

@@ -52,6 +52,7 @@ struct Gate : PlainKernel {
   const T* gate;
   const T* up;
   T* result;
+  ROUNDPIPE_ADDRESSES(gate, up, result)
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float g[kVector], u[kVector];
@@ -84,6 +85,7 @@ struct GateBackward : PlainKernel {
   const T* up;
   T* gate_gradient;
   T* up_gradient;
+  ROUNDPIPE_ADDRESSES(gradient, gate, up, gate_gradient, up_gradient)
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float d[kVector], g[kVector], u[kVector];

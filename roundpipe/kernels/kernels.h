@@ -13,10 +13,11 @@ namespace roundpipe::kernels {
 // Fused element-wise operators: each reads its inputs once or twice, computes in fp32 and rounds every result once. The
 // order of each sum follows from shapes alone, so their bits are the same on any card and on the host.
 //
-// They are operators of torch's dispatcher, `torch.ops.roundpipe.NAME` in Python, with kernels for the host and for
-// shapes without values, and with gradients of first order (create_graph is an error). Tensors are bf16, fp16 or fp32,
-// on one device, and may have any strides. Errors: std::invalid_argument for other dtypes, or shapes that do not fit.
-// Thread safety: any thread.
+// They are operators of torch's dispatcher, `torch.ops.roundpipe.NAME` in Python, with kernels for the host, for cards
+// that have a launcher (launcher.h) and for shapes without values, and with gradients of first order (create_graph is
+// an error). Other devices compute by torch's own operators, in that device's order of sums, and warn once. Tensors are
+// bf16, fp16 or fp32, on one device, and may have any strides. Errors: std::invalid_argument for other dtypes or
+// devices, or shapes that do not fit. Thread safety: any thread.
 
 // The widest row of a norm: a card keeps the sums of its weight's gradient beside its cores.
 inline constexpr int64_t kWidestNorm = 8192;
@@ -44,8 +45,8 @@ at::Tensor silu_gate(const at::Tensor& gate, const std::optional<at::Tensor>& up
 at::Tensor clamped_gate(const at::Tensor& gate_up, double alpha, double limit);
 
 // The cross-entropy of each row of logits [tokens, vocabulary], fp32 [tokens], 0 where the label is `ignore_index` and
-// NaN where it is none. With `writes_gradient`, the logits become the gradient of the losses' sum; an ignored row's is 0,
-// unless it has no probabilities. Not differentiable.
+// NaN where it is none. With `writes_gradient`, the logits become the gradient of the losses' sum; an ignored row's is
+// 0, unless it has no probabilities. Not differentiable.
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, int64_t ignore_index, bool writes_gradient);
 
 // sums += addends, for fp32 sums and addends of any dtype; both contiguous. Not differentiable.

@@ -7,8 +7,10 @@
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/kernels/host_kernels.h>
+#include <roundpipe/kernels/card/card_launcher.h>
+#include <roundpipe/kernels/kernel_calls.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/launcher.h>
 
 namespace roundpipe::kernels {
 
@@ -172,8 +174,13 @@ TORCH_LIBRARY(roundpipe, library) {
       "_gate_backward(Tensor gradient, Tensor first, Tensor? up, float? alpha, float limit) -> (Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_host_kernels(library); }
-TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_host_kernels(library); }
+TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_kernel_calls(library); }
+TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_kernel_calls(library); }
+// Every other kind of device.
+TORCH_LIBRARY_IMPL(roundpipe, CompositeExplicitAutograd, library) {
+  add_kernel_calls(library);
+  register_launcher(c10::DeviceType::CUDA, card::card_launcher());
+}
 
 bool takes(c10::ScalarType dtype) { return dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat; }
 

@@ -17,6 +17,7 @@ struct RmsNorm : PlainKernel {
   T* sum;
   T* normed;
   float* scales;  // [rows]: 1 / sqrt(mean + eps), for the gradients
+  ROUNDPIPE_ADDRESSES(input, residual, weight, sum, normed, scales)
 
   struct State {
     float squares;
@@ -66,6 +67,7 @@ struct RmsNormBackward : PlainKernel {
   const float* scales;
   T* gradient;
   float* weight_parts;  // [items, width]; null: not needed
+  ROUNDPIPE_ADDRESSES(normed_gradient, sum_gradient, input, weight, scales, gradient, weight_parts)
 
   struct State {
     Int64 row;
@@ -133,6 +135,7 @@ struct ColumnSum : PlainKernel {
   int all_rows;
   const float* parts;
   W* sums;
+  ROUNDPIPE_ADDRESSES(parts, sums)
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     float sum[kVector];

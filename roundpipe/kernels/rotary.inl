@@ -17,6 +17,7 @@ struct Rotary : PlainKernel {
   const T* cos;
   const T* sin;
   T* turned;
+  ROUNDPIPE_ADDRESSES(states, cos, sin, turned)
 
   ROUNDPIPE_CODE void first(const Place& at, State&) const {
     const int entries = whole_tables ? 2 * half : half, second_half = whole_tables ? half : 0;

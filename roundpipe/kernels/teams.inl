@@ -9,6 +9,17 @@
 //   State, a lane's own variables, made by begin_row(item, row)
 //   void first(at, state), then numbers(state, to) and join(to, from), and void second(at, state, joined)
 //   void end(item, lane, floats)
+//   ROUNDPIPE_ADDRESSES(its fields that are addresses)
+#ifdef ROUNDPIPE_ON_CARD
+#define ROUNDPIPE_ADDRESSES(...)
+#else
+#define ROUNDPIPE_ADDRESSES(...)       \
+  template <typename Visit>            \
+  void addresses(const Visit& visit) { \
+    visit(__VA_ARGS__);                \
+  }
+#endif
+
 namespace roundpipe::kernels {
 
 constexpr int kMostLanes = 256;

@@ -263,6 +263,21 @@ def forget_fault(device: _Device = None) -> None:
     _fake_card.clear_fault(_index(device))
 
 
+@contextlib.contextmanager
+def without_kernels(why: str) -> Iterator[None]:
+    """Cards run none of the engine's fused kernels, for this reason."""
+    _fake_card.set_kernels_missing(why)
+    try:
+        yield
+    finally:
+        _fake_card.set_kernels_missing("")
+
+
+def launched() -> dict[str, int]:
+    """How often each of the engine's fused kernels was launched."""
+    return dict(_fake_card.launched())
+
+
 def has_context(device: _Device = None) -> bool:
     """Whether the process has used the card."""
     return bool(_fake_card.has_context(_index(device)))

@@ -3,6 +3,7 @@
 
 #include "generator.h"
 #include "kernels.h"
+#include "launcher.h"
 #include "memory.h"
 #include "stream.h"
 
@@ -22,6 +23,8 @@ PYBIND11_MODULE(_fake_card, module) {
   module.def("set_delays", &set_delays);
   module.def("set_fault", [](int index, const std::string& why) { set_fault(card(index), why); });
   module.def("clear_fault", [](int index) { clear_fault(card(index)); });
+  module.def("set_kernels_missing", &set_kernels_missing);
+  module.def("launched", &launched);
   module.def("hold", [](int index, int64_t stream) { stream_of(card(index), stream).hold(); });
   module.def("release", [](int index, int64_t stream) { stream_of(card(index), stream).release(); });
   module.def("slow_down", [](int index, int64_t stream, double ms) { stream_of(card(index), stream).slow_down(ms); });

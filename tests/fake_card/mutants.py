@@ -157,6 +157,8 @@ class Copy:
         path = os.pathsep.join([str(self.source / "python"), str(self.card)])
         return os.environ | {
             "PYTHONPATH": path,
+            # The card links the engine's library, and each process has one: this copy's.
+            "LD_LIBRARY_PATH": str(self.source / "python/roundpipe"),
             "ROUNDPIPE_REQUIRE_GPU": "1",
             "OMP_NUM_THREADS": "1",
             "CARD_DELAYS": str(seed),

@@ -1,18 +1,21 @@
-#include <roundpipe/kernels/host_kernels.h>
+#include <roundpipe/kernels/kernel_calls.h>
 
 #include <algorithm>
 #include <bit>
+#include <set>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/instruction_set.h>
+#include <roundpipe/core/frontend.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/kernels/launcher.h>
+#include <roundpipe/kernels/plain_forms.h>
 #include <roundpipe/kernels/host_sets.inl>
 
 namespace roundpipe::kernels {
@@ -62,24 +65,29 @@ bool are_aligned(Int64 width, std::initializer_list<const Tensor*> tensors) {
 }
 
 template <typename Kernel>
-void run_items(const Kernel& kernel) {
-  const Int64 floats = static_cast<Int64>(kernel.lanes) * Kernel::kNumbers + kernel.floats();
-  const Int64 grain =
-      std::max<Int64>(1, 4 * kPiece / std::max<Int64>(1, static_cast<Int64>(kernel.width) * kernel.most_rows()));
-  const InstructionSet set = current_instruction_set();
-  at::parallel_for(0, kernel.items, grain, [&](Int64 begin, Int64 end) {
-    std::vector<float> shared(static_cast<size_t>(floats));
-    switch (set) {
-#ifdef __x86_64__
-      case InstructionSet::kAvx2:
-        return avx2::run_items(kernel, begin, end, shared.data());
-      case InstructionSet::kAvx512:
-        return avx512::run_items(kernel, begin, end, shared.data());
-#endif
-      default:
-        return baseline::run_items(kernel, begin, end, shared.data());
-    }
-  });
+void run_kernel(const Kernel& kernel, const Tensor& beside) {
+  run(entry_of<Kernel>(), &kernel, beside.device());
+}
+
+// Whether torch's own operators compute: where no kernels run. Warns once for each reason. Refuses dtypes that the
+// kernels do not know, wherever they run.
+bool is_plain(const char* where, const Tensor& tensor) {
+  if (tensor.numel() == 0) return false;
+  for_dtype(where, tensor.scalar_type(), [](auto) {});
+  const std::string why = why_no_kernels(tensor.device());
+  if (why.empty()) return false;
+  static Mutex mutex;
+  static std::set<std::string> said;  // protected by mutex
+  const bool is_new = [&] {
+    const MutexLock lock(mutex);
+    return said.insert(why).second;
+  }();
+  if (is_new) {
+    const std::string notice = concat("[kernels] fused operators run by torch's own on ", tensor.device(),
+                                      ", which takes longer and more memory, and may round otherwise: ", why);
+    if (!frontend().warn(notice)) TORCH_WARN(notice);
+  }
+  return true;
 }
 
 // A kernel over rows of a width, one or more of them an item.
@@ -102,8 +110,14 @@ Kernel over_pieces(Int64 all) {
 
 bool has_values(const Tensor& tensor) { return !tensor.is_meta() && tensor.numel() > 0; }
 
+void check_device(const char* where, const Tensor& a, const Tensor& b) {
+  if (a.device() == b.device()) return;
+  refuse(where, "got tensors on ", a.device(), " and ", b.device(), ", expected one device; move one of them");
+}
+
 void check_norm(const Tensor& input, const Tensor& weight) {
   constexpr const char* kWhere = "rms_norm";
+  check_device(kWhere, input, weight);
   if (input.dim() < 1 || weight.dim() != 1 || input.size(-1) != weight.size(0)) {
     refuse(kWhere, "the input has shape ", input.sizes(), " and the weight ", weight.sizes(),
            ", expected [..., width] and [width]");
@@ -118,6 +132,7 @@ void check_norm(const Tensor& input, const Tensor& weight) {
 }
 
 void check_same(const char* where, const Tensor& a, const Tensor& b) {
+  check_device(where, a, b);
   if (a.sizes() == b.sizes() && a.scalar_type() == b.scalar_type()) return;
   refuse(where, "got ", a.scalar_type(), " ", a.sizes(), " and ", b.scalar_type(), " ", b.sizes(),
          ", expected one dtype and shape");
@@ -141,6 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional
                                         double eps) {
   check_norm(given, by);
   if (added) check_same("add_rms_norm", given, *added);
+  if (is_plain("rms_norm", given)) return plain::norm(given, added, by, eps);
   const Tensor input = given.contiguous(), weight = by.contiguous();
   const Tensor residual = added ? added->contiguous() : Tensor();
   const Tensor normed = at::empty(input.sizes(), input.options());
@@ -157,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional
     kernel.sum = write_of<T>(sum);
     kernel.normed = write_of<T>(normed);
     kernel.scales = write_of<float>(scales);
-    run_items(kernel);
+    run_kernel(kernel, input);
   });
   return {sum, normed, scales};
 }
@@ -168,11 +184,14 @@ std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const st
   check_norm(given, by);
   check_same("rms_norm", given, normed_gradient);
   if (sum_gradient) check_same("add_rms_norm", given, *sum_gradient);
+  check_device("rms_norm", given, scales);
+  if (is_plain("rms_norm", given))
+    return plain::norm_backward(normed_gradient, sum_gradient, given, by, scales, weight_trains);
   const Tensor input = given.contiguous(), weight = by.contiguous(), g = normed_gradient.contiguous();
   const Tensor more = sum_gradient ? sum_gradient->contiguous() : Tensor();
   const Tensor gradient = at::empty(input.sizes(), input.options());
-  const Tensor sums = weight_trains ? at::zeros(weight.sizes(), weight.options()) : at::empty({0}, weight.options());
-  if (!has_values(input)) return {gradient, sums};
+  const Tensor sums = at::empty(weight_trains ? weight.sizes() : at::IntArrayRef{0}, weight.options());
+  if (!has_values(input)) return {gradient, sums.zero_()};
   for_norm(input, weight, [&]<typename T, typename W>(T, W) {
     const Int64 rows = scales.size(0), rows_of_item = (rows + kMostParts - 1) / kMostParts;
     auto kernel = over_rows<RmsNormBackward<T, W>>((rows + rows_of_item - 1) / rows_of_item, input.size(-1));
@@ -190,13 +209,13 @@ std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const st
       parts = at::empty({kernel.items, kernel.width}, scales.options());
       kernel.weight_parts = write_of<float>(parts);
     }
-    run_items(kernel);
+    run_kernel(kernel, input);
     if (!weight_trains) return;
     auto sum = over_pieces<ColumnSum<W>>(kernel.width);
     sum.all_rows = static_cast<int>(kernel.items);
     sum.parts = read_of<float>(parts);
     sum.sums = write_of<W>(sums);
-    run_items(sum);
+    run_kernel(sum, input);
   });
   return {gradient, sums};
 }
@@ -208,6 +227,7 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
     refuse(kWhere, "the states have shape ", given.sizes(), ", expected [rows, tokens, heads, an even width]");
   }
   const int64_t rows = given.size(0), tokens = given.size(1), heads = given.size(2), width = given.size(3);
+  check_device(kWhere, given, given_cos);
   check_same(kWhere, given_cos, given_sin);
   const bool whole = given_cos.dim() == 3 && given_cos.size(2) == width;
   if (given_cos.dim() != 3 || (given_cos.size(0) != 1 && given_cos.size(0) != rows) || given_cos.size(1) != tokens ||
@@ -215,6 +235,7 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
     refuse(kWhere, "the tables are ", given_cos.scalar_type(), " ", given_cos.sizes(), ", expected ",
            given.scalar_type(), " [", rows, " or 1, ", tokens, ", ", width, " or ", width / 2, "]");
   }
+  if (is_plain(kWhere, given)) return plain::turn(given, given_cos, given_sin, backward);
   const Tensor states = given.contiguous(), cos = given_cos.contiguous(), sin = given_sin.contiguous();
   const Tensor turned = at::empty(states.sizes(), states.options());
   if (!has_values(states)) return turned;
@@ -229,7 +250,7 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
     kernel.cos = read_of<T>(cos);
     kernel.sin = read_of<T>(sin);
     kernel.turned = write_of<T>(turned);
-    run_items(kernel);
+    run_kernel(kernel, states);
   });
   return turned;
 }
@@ -260,12 +281,13 @@ Kernel gate_kernel(Int64 all, const GateLayout& layout, std::optional<double> al
 }
 
 Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::optional<double> alpha, double limit) {
-  const Tensor first = given.contiguous(), up = given_up ? given_up->contiguous() : Tensor();
-  if (given_up) check_same("silu_gate", first, up);
+  if (given_up) check_same("silu_gate", given, *given_up);
   if (!given_up && (given.dim() < 1 || given.size(-1) % 2 != 0)) {
     refuse(alpha ? "clamped_gate" : "silu_gate", "the input has shape ", given.sizes(),
            ", expected an even last dimension");
   }
+  if (is_plain("gate", given)) return plain::gate(given, given_up, alpha, limit);
+  const Tensor first = given.contiguous(), up = given_up ? given_up->contiguous() : Tensor();
   std::vector<int64_t> shape = first.sizes().vec();
   if (!given_up) shape.back() /= 2;
   const Tensor result = at::empty(shape, first.options());
@@ -277,7 +299,7 @@ Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::opt
     kernel.gate = read_of<T>(first);
     kernel.up = given_up ? read_of<T>(up) : kernel.gate + layout.up;
     kernel.result = write_of<T>(result);
-    run_items(kernel);
+    run_kernel(kernel, first);
   });
   return result;
 }
@@ -285,6 +307,9 @@ Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::opt
 std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Tensor& given,
                                          const std::optional<Tensor>& given_up, std::optional<double> alpha,
                                          double limit) {
+  check_device("gate", given_gradient, given);
+  if (given_up) check_same("silu_gate", given, *given_up);
+  if (is_plain("gate", given)) return plain::gate_backward(given_gradient, given, given_up, alpha, limit);
   const Tensor gradient = given_gradient.contiguous(), first = given.contiguous();
   const Tensor up = given_up ? given_up->contiguous() : Tensor();
   const Tensor of_gate = at::empty(first.sizes(), first.options());
@@ -299,7 +324,7 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Ten
     kernel.up = given_up ? read_of<T>(up) : kernel.gate + layout.up;
     kernel.gate_gradient = write_of<T>(of_gate);
     kernel.up_gradient = given_up ? write_of<T>(of_up) : kernel.gate_gradient + layout.up;
-    run_items(kernel);
+    run_kernel(kernel, first);
   });
   return {of_gate, of_up};
 }
@@ -311,9 +336,11 @@ Tensor token_losses(Tensor& logits, const Tensor& given_labels, int64_t ignore_i
     refuse(kWhere, "got logits ", logits.sizes(), " and ", given_labels.scalar_type(), " labels ", given_labels.sizes(),
            ", expected contiguous [tokens, vocabulary] and int64 [tokens]");
   }
+  check_device(kWhere, logits, given_labels);
+  if (writes_gradient) logits.unsafeGetTensorImpl()->bump_version();
+  if (is_plain(kWhere, logits)) return plain::token_losses(logits, given_labels, ignore_index, writes_gradient);
   const Tensor labels = given_labels.contiguous();
   const Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
-  if (writes_gradient) logits.unsafeGetTensorImpl()->bump_version();
   if (!has_values(logits)) return losses;
   for_dtype(kWhere, logits.scalar_type(), [&]<typename T>(T) {
     auto kernel = over_rows<CrossEntropy<T>>(logits.size(0), logits.size(1));
@@ -323,7 +350,7 @@ Tensor token_losses(Tensor& logits, const Tensor& given_labels, int64_t ignore_i
     kernel.logits = write_of<T>(logits);
     kernel.labels = reinterpret_cast<const Int64*>(labels.const_data_ptr<int64_t>());
     kernel.losses = write_of<float>(losses);
-    run_items(kernel);
+    run_kernel(kernel, logits);
   });
   return losses;
 }
@@ -334,21 +361,26 @@ Tensor& add_to(Tensor& sums, const Tensor& addends) {
     refuse("add_wide_", "got ", sums.scalar_type(), " ", sums.sizes(), " and ", addends.sizes(),
            ", expected contiguous fp32 sums and contiguous addends of one shape");
   }
+  check_device("add_wide_", sums, addends);
   sums.unsafeGetTensorImpl()->bump_version();
+  if (is_plain("add_wide_", addends)) {
+    plain::add_to(sums, addends);
+    return sums;
+  }
   if (!has_values(sums)) return sums;
   for_dtype("add_wide_", addends.scalar_type(), [&]<typename T>(T) {
     auto kernel = over_pieces<WideSum<T>>(sums.numel());
     kernel.aligned = are_aligned(kPiece, {&sums, &addends});
     kernel.sums = write_of<float>(sums);
     kernel.addends = read_of<T>(addends);
-    run_items(kernel);
+    run_kernel(kernel, sums);
   });
   return sums;
 }
 
 }  // namespace
 
-void add_host_kernels(torch::Library& library) {
+void add_kernel_calls(torch::Library& library) {
   library.impl("_rms_norm", norm);
   library.impl("_rms_norm_backward", norm_backward);
   library.impl("_rotary", turn);
