@@ -64,6 +64,10 @@ std::vector<at::Tensor> crossed(const std::vector<at::Tensor>& tensors, c10::Dev
   return copies;
 }
 
+struct Dropping final : torch_compat::GradientConsumer {
+  void consume(at::Tensor /*gradient*/) override {}
+};
+
 std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& state, c10::Device device) {
   runtime::Layer& layer = *state.layer;
   const std::shared_ptr<const void> attributes = layer.attributes();
@@ -76,7 +80,7 @@ std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& sta
     own.set_data(parameters[i].tensor.detach().to(device, parameters[i].tensor.scalar_type(), /*non_blocking=*/false,
                                                   /*copy=*/true));
     // As in the engine, which sums a gradient elsewhere as soon as it is complete.
-    torch_compat::consume_gradients(own, [](const at::Tensor&) {});
+    torch_compat::consume_gradients(own, std::make_shared<Dropping>());
     own.set_requires_grad(parameters[i].tensor.requires_grad());
   }
   for (size_t i = 0; i < state.buffers.size(); ++i)

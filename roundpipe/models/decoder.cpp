@@ -144,8 +144,9 @@ Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, co
 Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,
               const Tensor& hidden) {
   const int64_t rows = hidden.size(0), tokens = hidden.size(1);
+  const ops::ProjectionUse use{.sums_products = config.arithmetic == Arithmetic::kFast};
   const auto heads_of = [&](const ops::Projection& projection, const Tensor& norm, double eps) {
-    Tensor states = ops::project(hidden, projection).view({rows, tokens, -1, config.head_dim});
+    Tensor states = ops::project(hidden, projection, use).view({rows, tokens, -1, config.head_dim});
     if (norm.defined()) states = rms_norm(states, norm, eps, config.scales_norms_in_float, config.arithmetic);
     return states;
   };
@@ -163,7 +164,7 @@ Tensor attend(const DecoderConfig& config, const DecoderWeights& weights, const 
   const Tensor query = turned(plain_query);
   const Tensor key = turned(plain_key);
   const Tensor output = attention_of(config, inputs, weights.sinks, query, key, value);
-  return ops::project(output.reshape({rows, tokens, -1}).contiguous(), weights.output);
+  return ops::project(output.reshape({rows, tokens, -1}).contiguous(), weights.output, use);
 }
 
 Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const DecoderInputs& inputs,

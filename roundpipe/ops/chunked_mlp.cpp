@@ -374,12 +374,16 @@ at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Proj
                      Activation activation, int64_t chunk_tokens, bool is_read, Arithmetic arithmetic) {
   // A chunk of several rows is not contiguous, and the bits of an adapter's gradients depend on that.
   const bool adapted = gate.adapter || up.adapter || down.adapter;
+  // Gradients of chunks are summed by chunked_map.
+  const bool sums = arithmetic == Arithmetic::kFast && chunk_tokens == 0;
   const auto body_of = [=](bool read) -> TokenwiseBody {
     return [=](const at::Tensor& given) {
       const at::Tensor tokens = adapted ? given.contiguous() : given;
-      const at::Tensor gates = project(tokens, gate);
-      const at::Tensor ups = project(tokens, up);
-      return project(activated_product(gates, ups, activation, arithmetic), down, read);
+      const ProjectionUse inner{.sums_products = sums};
+      const at::Tensor gates = project(tokens, gate, inner);
+      const at::Tensor ups = project(tokens, up, inner);
+      const ProjectionUse last{.is_read = read, .sums_products = sums};
+      return project(activated_product(gates, ups, activation, arithmetic), down, last);
     };
   };
   return map_if_asked(body_of, input, {&gate, &up, &down}, chunk_tokens, is_read);
@@ -388,7 +392,9 @@ at::Tensor gated_mlp(const at::Tensor& input, const Projection& gate, const Proj
 at::Tensor two_layer_mlp(const at::Tensor& input, const Projection& up, const Projection& down, Activation activation,
                          int64_t chunk_tokens) {
   const auto body_of = [=](bool read) -> TokenwiseBody {
-    return [=](const at::Tensor& tokens) { return project(activate(project(tokens, up), activation), down, read); };
+    return [=](const at::Tensor& tokens) {
+      return project(activate(project(tokens, up), activation), down, {.is_read = read});
+    };
   };
   return map_if_asked(body_of, input, {&up, &down}, chunk_tokens, /*is_read=*/true);
 }

@@ -13,6 +13,7 @@
 #include <roundpipe/kernels/kernels.h>
 #include <roundpipe/ops/wide_product.h>
 #include <roundpipe/torch_compat/autocast.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
 
 namespace roundpipe::ops {
 
@@ -318,8 +319,7 @@ class ChunkedHead {
     const int64_t width = weight_.size(1), vocabulary = weight_.size(0);
     if (width == 0) return;
     if (work_.is_fused) {
-      if (first) gradients.weight.zero_();
-      add_wide_product(gradients.weight, gradient.t(), hidden, scale_, softmax_.numel() / 2);
+      add_wide_product(gradients.weight, gradient.t(), hidden, scale_, softmax_.numel() / 2, !first);
       return;
     }
     const int64_t block = std::clamp<int64_t>(softmax_.numel() / (4 * width), 1, vocabulary);
@@ -375,7 +375,13 @@ void scale_in_place(const at::Tensor& gradient, const at::Tensor& scale) {
 constexpr const char* kHidden = "hidden";
 constexpr const char* kWeight = "weight";
 constexpr const char* kBias = "bias";
+constexpr const char* kConsumer = "consumer";
 constexpr const char* kUnused = "unused";  // present until the gradients are handed out
+
+struct Consumer : torch::CustomClassHolder {
+  explicit Consumer(std::shared_ptr<torch_compat::GradientConsumer> given) : consumer(std::move(given)) {}
+  const std::shared_ptr<torch_compat::GradientConsumer> consumer;
+};
 
 struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
@@ -385,12 +391,15 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
     ChunkedHead head(hidden, weight, bias, labels, work);
     head.run();
     // Not saved as variables: the backward pass hands the gradients out, so nobody else may hold them.
-    const auto keep = [&](const char* name, at::Tensor& gradient, const at::Tensor& input) {
-      if (gradient.defined()) context->saved_data[name] = gradient.to(input.scalar_type());
+    const auto keep = [&](const char* name, at::Tensor& gradient, const at::Tensor& input, bool wide = false) {
+      if (gradient.defined()) context->saved_data[name] = wide ? gradient : gradient.to(input.scalar_type());
       gradient.reset();
     };
     keep(kHidden, head.gradients.hidden, hidden);
-    keep(kWeight, head.gradients.weight, weight);
+    // A sum in fp32 goes on as one, where somebody takes it.
+    const auto consumer = work.is_fused ? torch_compat::consumer_of(weight) : nullptr;
+    if (consumer) context->saved_data[kConsumer] = c10::IValue::make_capsule(c10::make_intrusive<Consumer>(consumer));
+    keep(kWeight, head.gradients.weight, weight, consumer != nullptr);
     if (bias) keep(kBias, head.gradients.bias, *bias);
     context->saved_data[kUnused] = true;
     context->mark_non_differentiable({head.token_losses()});
@@ -424,7 +433,12 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
       scale_in_place(gradient, output_gradients[0]);
       return gradient;
     };
-    return {take(kHidden), take(kWeight), take(kBias), at::Tensor(), at::Tensor()};
+    at::Tensor of_weight = take(kWeight);
+    if (const auto found = context->saved_data.find(kConsumer); found != context->saved_data.end()) {
+      const auto held = c10::static_intrusive_pointer_cast<Consumer>(found->second.toCapsule());
+      if (of_weight.defined() && held->consumer->add_wide(of_weight)) of_weight.reset();
+    }
+    return {take(kHidden), of_weight, take(kBias), at::Tensor(), at::Tensor()};
   }
 };
 

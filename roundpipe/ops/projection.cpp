@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <roundpipe/torch_compat/autocast.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
 
 namespace roundpipe::ops {
 
@@ -22,13 +23,22 @@ at::Tensor left_gradient(const at::Tensor& gradient, const at::Tensor& weight, a
   return gradient.mm(weight);
 }
 
-// at::linear whose values nobody reads: no product forward; backward those of at::linear, in its order.
-struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
+// What a node holds beside tensors.
+struct Held : torch::CustomClassHolder {
+  explicit Held(std::shared_ptr<torch_compat::GradientConsumer> given) : consumer(std::move(given)) {}
+  const std::shared_ptr<torch_compat::GradientConsumer> consumer;  // of the weight; may be null
+};
+
+// at::linear whose values nobody may read, and whose weight's gradient may be summed as a product. Its products are
+// those of at::linear, in its order.
+struct Linear : public torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias) {
+                            const std::optional<at::Tensor>& bias, bool is_read, const c10::intrusive_ptr<Held>& held) {
+    const at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward({input, weight});
     context->saved_data["has_bias"] = bias.has_value();
-    return without_values(input, weight.size(0));
+    context->saved_data["held"] = c10::IValue::make_capsule(held);
+    return is_read ? at::linear(input, weight, bias) : without_values(input, weight.size(0));
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
@@ -36,10 +46,15 @@ struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
     const at::Tensor &input = saved[0], &weight = saved[1];
     const at::Tensor rows = input.reshape({-1, input.size(-1)});
     const at::Tensor gradient = gradients[0].reshape({-1, weight.size(0)});
-    variable_list result(3);
+    const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["held"].toCapsule());
+    variable_list result(5);
     if (context->needs_input_grad(0))
       result[0] = left_gradient(gradient, weight, rows.sizes(), rows.strides()).view(input.sizes());
-    if (context->needs_input_grad(1)) result[1] = gradient.t().mm(rows);
+    if (context->needs_input_grad(1)) {
+      const bool graph = at::GradMode::is_enabled();
+      const bool summed = held->consumer && !graph && held->consumer->add_product(gradient.t(), rows);
+      if (!summed) result[1] = gradient.t().mm(rows);
+    }
     const bool has_bias = context->saved_data["has_bias"].toBool();
     if (has_bias && context->needs_input_grad(2)) result[2] = at::sum_to(gradient, weight.sizes().slice(0, 1));
     return result;
@@ -47,27 +62,33 @@ struct UnreadLinear : public torch::autograd::Function<UnreadLinear> {
 };
 
 // Without autograd there is no graph to make; autocast casts what a product saves; the rest is how MLPs call it.
-bool may_go_unread(const at::Tensor& input, const at::Tensor& weight) {
+bool may_have_own_node(const at::Tensor& input, const at::Tensor& weight) {
   return at::GradMode::is_enabled() && (input.requires_grad() || weight.requires_grad()) && input.dim() >= 2 &&
          input.is_contiguous() && weight.is_contiguous() && !torch_compat::autocasts(input.device().type());
 }
 
 at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
-                  bool is_read) {
-  if (is_read || !may_go_unread(input, weight)) return at::linear(input, weight, bias);
-  return UnreadLinear::apply(input, weight, bias);
+                  const ProjectionUse& use) {
+  if ((use.is_read && !use.sums_products) || !may_have_own_node(input, weight)) {
+    return at::linear(input, weight, bias);
+  }
+  const bool narrow = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf;
+  auto consumer = use.sums_products && narrow && weight.requires_grad() ? torch_compat::consumer_of(weight) : nullptr;
+  if (use.is_read && !consumer) return at::linear(input, weight, bias);
+  return Linear::apply(input, weight, bias, use.is_read, c10::make_intrusive<Held>(std::move(consumer)));
 }
 
 }  // namespace
 
-at::Tensor project(const at::Tensor& input, const Projection& projection, bool is_read) {
-  at::Tensor result = linear(input, projection.weight, projection.bias, is_read);
+at::Tensor project(const at::Tensor& input, const Projection& projection, const ProjectionUse& use) {
+  at::Tensor result = linear(input, projection.weight, projection.bias, use);
   if (!projection.adapter) return result;
   const LowRankAdapter& adapter = *projection.adapter;
   const at::ScalarType dtype = result.scalar_type();
   const at::Tensor dropped = at::dropout(input.to(adapter.down.scalar_type()), adapter.dropout, adapter.training);
   const at::Tensor added =
-      linear(at::linear(dropped, adapter.down), adapter.up, adapter.up_bias, is_read) * adapter.scaling;
+      linear(at::linear(dropped, adapter.down), adapter.up, adapter.up_bias, {.is_read = use.is_read}) *
+      adapter.scaling;
   return (result + added).to(dtype);
 }
 

@@ -25,11 +25,19 @@ struct Projection {
   std::optional<LowRankAdapter> adapter = std::nullopt;
 };
 
+// How a projection is applied.
+struct ProjectionUse {
+  // Whether somebody reads the result; if not, it has a shape and a graph, whose gradients have the same bits, but no
+  // values where these would take a product.
+  bool is_read = true;
+  // Whether a 16-bit weight's gradient may be added to the sum of a torch_compat::GradientConsumer as a product, which
+  // is not rounded first where the device has such products.
+  bool sums_products = false;
+};
+
 // Applies a projection to [..., from]. An adapter computes in its own dtype, and the sum is cast to the projection's;
 // the operators and their order are those of PEFT's plain Linear. Any thread.
-// `is_read`: whether somebody reads the result; if not, it has a shape and a graph, whose gradients have the same bits,
-// but no values where these would take a product.
-at::Tensor project(const at::Tensor& input, const Projection& projection, bool is_read = true);
+at::Tensor project(const at::Tensor& input, const Projection& projection, const ProjectionUse& use = {});
 
 // Memory whose values nobody reads, of the shape that a projection of `input` to `width` has.
 at::Tensor without_values(const at::Tensor& input, int64_t width);

@@ -30,14 +30,15 @@ bool has_wide_product(c10::DeviceType device) {
 }
 
 void add_wide_product(const at::Tensor& sums, const at::Tensor& left, const at::Tensor& right, double scale,
-                      int64_t scratch) {
+                      int64_t scratch, bool add) {
   at::Tensor to = sums;
+  const int before = add ? 1 : 0;
   if (left.scalar_type() == at::kFloat) {
-    at::addmm_out(to, to, left, right, 1, scale);
+    at::addmm_out(to, to, left, right, before, scale);
     return;
   }
   if (has_wide_product(sums.device().type())) {
-    found_product()->typed<WideProduct>().call(to, left, right, at::kFloat, 1, scale, to);
+    found_product()->typed<WideProduct>().call(to, left, right, at::kFloat, before, scale, to);
     return;
   }
   const int64_t rows = left.size(0), width = right.size(1);
@@ -47,7 +48,7 @@ void add_wide_product(const at::Tensor& sums, const at::Tensor& left, const at::
     const int64_t count = std::min(block, rows - begin);
     at::Tensor product = memory.narrow(0, 0, count), part = to.narrow(0, begin, count);
     at::addmm_out(product, product, left.narrow(0, begin, count), right, 0, scale);
-    kernels::add_wide_(part, product);
+    add ? kernels::add_wide_(part, product) : static_cast<void>(part.copy_(product));
   }
 }
 

@@ -9,16 +9,15 @@ namespace roundpipe::torch_compat {
 namespace {
 
 struct ConsumeHook final : public torch::autograd::PostAccumulateGradHook {
-  explicit ConsumeHook(GradientConsumer consumer) : consumer_(std::move(consumer)) {}
+  explicit ConsumeHook(std::shared_ptr<GradientConsumer> given) : consumer(std::move(given)) {}
 
   void operator()(const torch::autograd::Variable& leaf) override {
     at::Tensor gradient = std::move(leaf.mutable_grad());
     leaf.mutable_grad().reset();
-    consumer_(std::move(gradient));
+    consumer->consume(std::move(gradient));
   }
 
- private:
-  GradientConsumer consumer_;
+  const std::shared_ptr<GradientConsumer> consumer;
 };
 
 // The node between two layers of one graph.
@@ -102,8 +101,14 @@ std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, c
   return values;
 }
 
-void consume_gradients(const at::Tensor& leaf, GradientConsumer consumer) {
+void consume_gradients(const at::Tensor& leaf, std::shared_ptr<GradientConsumer> consumer) {
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<ConsumeHook>(std::move(consumer)));
+}
+
+std::shared_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf) {
+  if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr) return nullptr;
+  const auto* const hook = dynamic_cast<const ConsumeHook*>(torch::autograd::impl::post_acc_grad_hooks(leaf).get());
+  return hook == nullptr ? nullptr : hook->consumer;
 }
 
 }  // namespace roundpipe::torch_compat

@@ -60,9 +60,22 @@ class Boundary {
 std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {},
                                        const std::function<void()>& on_arrival = nullptr);
 
+// Takes the gradients of a leaf, on the autograd thread of its device.
+class GradientConsumer {
+ public:
+  virtual ~GradientConsumer() = default;
+  virtual void consume(at::Tensor gradient) = 0;
+  // For nodes that make the leaf's gradient: takes it as a product of two matrices, or in another dtype than the
+  // leaf's, so that it is not rounded before it is summed. Such a node then passes on no gradient. Returns false for
+  // what has to come as a gradient.
+  virtual bool add_product(const at::Tensor& /*left*/, const at::Tensor& /*right*/) { return false; }
+  virtual bool add_wide(const at::Tensor& /*gradient*/) { return false; }
+};
+
 // Moves the gradient of `leaf` out of `.grad` to `consumer` as soon as a backward pass has completed it, so that a
-// stage never holds two copies of its gradients. `consumer` runs on the autograd thread of the device.
-using GradientConsumer = std::function<void(at::Tensor gradient)>;
-void consume_gradients(const at::Tensor& leaf, GradientConsumer consumer);
+// stage never holds two copies of its gradients.
+void consume_gradients(const at::Tensor& leaf, std::shared_ptr<GradientConsumer> consumer);
+// The leaf's consumer; null if it has none.
+std::shared_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf);
 
 }  // namespace roundpipe::torch_compat

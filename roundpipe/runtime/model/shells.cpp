@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/ops/wide_product.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 
 namespace roundpipe::runtime {
@@ -28,16 +29,63 @@ void add_to(at::Tensor& sum, const at::Tensor& gradient) {
   }
 }
 
+// Takes the gradients of a shell's parameter.
+class SinkConsumer final : public torch_compat::GradientConsumer {
+ public:
+  SinkConsumer(Shell& shell, size_t parameter) : shell_(shell), parameter_(parameter) {}
+  void consume(at::Tensor gradient) override { shell_.sink.consume(parameter_, std::move(gradient)); }
+  bool add_product(const at::Tensor& left, const at::Tensor& right) override {
+    return shell_.sink.add_product(parameter_, left, right);
+  }
+  bool add_wide(const at::Tensor& gradient) override { return shell_.sink.add_wide(parameter_, gradient); }
+
+ private:
+  Shell& shell_;
+  const size_t parameter_;
+};
+
 }  // namespace
 
-void GradientSink::consume(size_t parameter, at::Tensor gradient) {
-  if (taken_[parameter]) return;
+bool GradientSink::sums_wide(size_t parameter) const {
+  const at::Tensor& target = targets[parameter];
+  return taken_[parameter] || closed_[parameter] || (target.defined() && target.scalar_type() == at::kFloat);
+}
+
+bool GradientSink::arrives(size_t parameter) {
+  if (taken_[parameter]) return false;
   came_late_ |= passed_;
   if (closed_[parameter]) {
     throw Error(
         "[backward] a gradient of a parameter came after the backward had passed its layer, and had come in time "
         "before; this step is dropped, the next ones take it into account");
   }
+  return true;
+}
+
+void GradientSink::note(size_t parameter) {
+  in_parts_ |= came_[parameter] != 0;
+  came_[parameter] = 1;
+}
+
+bool GradientSink::add_product(size_t parameter, const at::Tensor& left, const at::Tensor& right) {
+  if (!sums_wide(parameter) || left.scalar_type() == at::kFloat) return false;
+  if (!arrives(parameter)) return true;
+  const at::NoGradGuard no_grad;
+  // In one piece: if memory runs out, nothing has been added.
+  ops::add_wide_product(targets[parameter], left, right, 1, targets[parameter].numel(), received[parameter] != 0);
+  received[parameter] = 1;
+  note(parameter);
+  return true;
+}
+
+bool GradientSink::add_wide(size_t parameter, const at::Tensor& gradient) {
+  if (!sums_wide(parameter)) return false;
+  consume(parameter, gradient);
+  return true;
+}
+
+void GradientSink::consume(size_t parameter, at::Tensor gradient) {
+  if (!arrives(parameter)) return;
   const at::NoGradGuard no_grad;
   if (gradient.layout() != c10::kStrided) gradient = gradient.to_dense();
   if (!targets[parameter].defined()) {
@@ -50,8 +98,7 @@ void GradientSink::consume(size_t parameter, at::Tensor gradient) {
     targets[parameter].copy_(gradient);
     received[parameter] = 1;
   }
-  in_parts_ |= came_[parameter] != 0;
-  came_[parameter] = 1;
+  note(parameter);
 }
 
 void GradientSink::begin_microbatch() {
@@ -93,8 +140,7 @@ Shell& Shells::get(int worker, size_t index, Layer& layer, c10::Device device,
   if (!shell->layer) {
     shell->layer = layer.make_shell(device);
     for (size_t i = 0; i < shell->layer->parameters.size(); ++i) {
-      torch_compat::consume_gradients(shell->layer->parameters[i],
-                                      [shell, i](at::Tensor gradient) { shell->sink.consume(i, std::move(gradient)); });
+      torch_compat::consume_gradients(shell->layer->parameters[i], std::make_shared<SinkConsumer>(*shell, i));
     }
   }
   if (!shell->refreshed || shell->attributes != attributes) {

@@ -21,6 +21,10 @@ struct GradientSink {
 
   // Throws Error for a closed parameter.
   void consume(size_t parameter, at::Tensor gradient);
+  // Likewise, for a product of 16-bit matrices, and for a gradient in fp32, neither of which is rounded to the
+  // parameter's dtype. Return false, and do nothing, where the parameter has no fp32 sum here.
+  bool add_product(size_t parameter, const at::Tensor& left, const at::Tensor& right);
+  bool add_wide(size_t parameter, const at::Tensor& gradient);
   void reset(size_t parameters);
   // The backward has passed the layer: gradients that arrive from now on, in this microbatch, come late.
   void pass() { passed_ = true; }
@@ -40,6 +44,11 @@ struct GradientSink {
   bool came_late() const { return came_late_; }
 
  private:
+  bool sums_wide(size_t parameter) const;
+  // Notes that a gradient has come. Returns false for one that is to be ignored.
+  bool arrives(size_t parameter);
+  void note(size_t parameter);  // that it has been added
+
   std::vector<char> taken_;  // per parameter: already added in an earlier run of this microbatch
   std::vector<char> came_;   // per parameter: has arrived in the current run
   std::vector<char> closed_;

@@ -74,7 +74,7 @@ TEST_CASE("project: a result that nobody reads takes no product, and has the sam
           if (has_bias) inputs.push_back(*(projection.bias = leaf({5}, dtype)));
           const at::Tensor read = project(input, projection);
           const Count count;
-          const at::Tensor unread = project(input, projection, /*is_read=*/false);
+          const at::Tensor unread = project(input, projection, {.is_read = false});
           CHECK(products == 0);
           CHECK((unread.sizes() == read.sizes()));
           CHECK((unread.scalar_type() == read.scalar_type()));
@@ -98,7 +98,7 @@ TEST_CASE("project: an adapter's second product is left out as well") {
   const at::Tensor read = project(input, projection);
   at::manual_seed(3);
   const Count count;
-  const at::Tensor unread = project(input, projection, false);
+  const at::Tensor unread = project(input, projection, {.is_read = false});
   CHECK(products == 1);
   CHECK((unread.scalar_type() == at::kBFloat16));
   check_same(gradients(unread, inputs), gradients(read, inputs));
@@ -109,7 +109,7 @@ TEST_CASE("project: where no graph is made, under autocast and for inputs with g
   const at::Tensor input = leaf({2, 7, 12}, at::kFloat), weight = leaf({5, 12}, at::kFloat);
   const auto runs = [&](const at::Tensor& given) {
     const Count count;
-    const at::Tensor result = project(given, {weight}, false);
+    const at::Tensor result = project(given, {weight}, {.is_read = false});
     CHECK(products > 0);
     CHECK(result.equal(project(given, {weight})));
   };
@@ -122,7 +122,7 @@ TEST_CASE("project: where no graph is made, under autocast and for inputs with g
   runs(input);
   at::autocast::set_autocast_enabled(at::kCPU, false);
   const at::Tensor abstract = input.to(at::kMeta).detach().requires_grad_(true);
-  CHECK((project(abstract, {weight.to(at::kMeta)}, false).sizes() == at::IntArrayRef{2, 7, 5}));
+  CHECK((project(abstract, {weight.to(at::kMeta)}, {.is_read = false}).sizes() == at::IntArrayRef{2, 7, 5}));
 }
 
 TEST_CASE("gated_mlp: a result that nobody reads, with chunks and without") {
