@@ -880,13 +880,26 @@ class LogitStep:
 
 QUERIES_AT_ONCE: int
 
+# The documents of each row, see roundpipe/ops/documents.h.
+class Documents:
+    @property
+    def window(self) -> int: ...
+    @property
+    def rows(self) -> list[list[int]]: ...
+    def with_window(self, window: int) -> Documents: ...
+    def has_inner_padding(self) -> bool: ...
+
+def find_documents(
+    attention_mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, tokens: int
+) -> Documents: ...
+def read_documents(table: torch.Tensor, positions: torch.Tensor | None, rows: int, tokens: int) -> Documents: ...
+
 # [rows, tokens, heads, width]
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor,
-    positions: torch.Tensor | None,
+    documents: Documents,
     dropout: float,
     scaling: float | None,
     softcap: float | None,
@@ -935,7 +948,7 @@ class DecoderCall:
     ) -> None: ...
 
 class EmbeddingConfig:
-    def __init__(self, *, padding_index: int, rotary_scaling: float) -> None: ...
+    def __init__(self, *, padding_index: int, rotary_scaling: float, rotary_halves: bool) -> None: ...
 
 # As DecoderCall; it hands on EMBEDDED, then what is kept.
 class EmbeddingCall:
@@ -945,6 +958,7 @@ class EmbeddingCall:
         attention_mask: int | None,
         positions: int | None,
         kept: Sequence[int],
+        attention: str,
         inputs: int,
     ) -> None: ...
 
@@ -977,6 +991,7 @@ class Passage:
         embedding: EmbeddingCall | None,
         head: HeadCall | None,
     ) -> None: ...
+    def with_documents(self, whole: Documents | None, of_calls: Sequence[Documents | None]) -> Passage: ...
 
 def embed(
     config: EmbeddingConfig,
@@ -984,6 +999,7 @@ def embed(
     weight: torch.Tensor,
     frequencies: torch.Tensor,
     inputs: Sequence[torch.Tensor],
+    documents: Documents,
 ) -> list[torch.Tensor]: ...
 def apply_head(
     config: HeadConfig,

@@ -141,24 +141,46 @@ void bind_chunked_mlp(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
 }
 
+void bind_documents(py::module_& module) {
+  py::class_<Documents, std::shared_ptr<Documents>>(module, "Documents")
+      .def_readonly("window", &Documents::window)
+      .def_readonly("rows", &Documents::rows)
+      .def(
+          "with_window",
+          [](const Documents& documents, int64_t window) {
+            return std::make_shared<Documents>(window, documents.rows);
+          },
+          py::arg("window"))
+      .def("has_inner_padding", &has_inner_padding);
+  module.def(
+      "find_documents",
+      [](const std::optional<at::Tensor>& attention_mask, const std::optional<at::Tensor>& positions, int64_t rows,
+         int64_t tokens) {
+        return find_documents(attention_mask.value_or(at::Tensor()), positions.value_or(at::Tensor()), rows, tokens);
+      },
+      py::arg("attention_mask"), py::arg("positions"), py::arg("rows"), py::arg("tokens"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def("read_documents", &read_documents, py::arg("table"), py::arg("positions"), py::arg("rows"),
+             py::arg("tokens"), py::call_guard<py::gil_scoped_release>());
+}
+
 void bind_packed_attention(py::module_& module) {
   module.attr("QUERIES_AT_ONCE") = PackedAttentionOptions{}.queries_at_once;
   module.def(
       "packed_attention",
-      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const at::Tensor& mask,
-         const std::optional<at::Tensor>& positions, double dropout, std::optional<double> scaling,
-         std::optional<double> softcap, const std::optional<at::Tensor>& sinks, int64_t queries_at_once) {
-        const Documents documents = read_documents(mask, positions, query.size(0), query.size(2));
+      [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const Documents& documents,
+         double dropout, std::optional<double> scaling, std::optional<double> softcap,
+         const std::optional<at::Tensor>& sinks, int64_t queries_at_once) {
         return packed_attention(query, key, value, documents, {dropout, scaling, softcap, sinks, queries_at_once});
       },
-      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("mask"), py::arg("positions"), py::arg("dropout"),
-      py::arg("scaling"), py::arg("softcap"), py::arg("sinks"), py::arg("queries_at_once"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("query"), py::arg("key"), py::arg("value"), py::arg("documents"), py::arg("dropout"), py::arg("scaling"),
+      py::arg("softcap"), py::arg("sinks"), py::arg("queries_at_once"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
 
 void bind_ops(py::module_& module) {
+  bind_documents(module);
   bind_packed_attention(module);
   bind_linear_cross_entropy(module);
   bind_kernels(module);

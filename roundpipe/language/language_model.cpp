@@ -12,6 +12,7 @@
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/language/experts.h>
 #include <roundpipe/language/weight_files.h>
+#include <roundpipe/runtime/engine.h>
 
 namespace roundpipe {
 
@@ -205,22 +206,41 @@ Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, boo
   return tokens;
 }
 
-Tokens LanguageModel::to_train(const char* where, const LanguageBatch& batch) const {
+Microbatches<Tokens> LanguageModel::to_train(const char* where, const LanguageBatch& batch) const {
   Tokens tokens = checked(where, batch, true);
   tokens.training = true;
-  return tokens;
+  return cut(std::move(tokens));
+}
+
+Microbatches<Tokens> LanguageModel::cut(Tokens tokens) const {
+  const detail::Batch batch = detail::batch_of(std::move(tokens), /*is_call=*/false);
+  const RunOptions& options = own().run_options();
+  const int count = detail::count_of(batch, options, runtime::Engine::current()->pool_size());
+  Microbatches<Tokens> microbatches;
+  for (const runtime::Values& part : detail::cut_inputs(batch, count, options.cut_inputs)) {
+    Tokens& made = microbatches.values.emplace_back(join<Tokens>(part));
+    made.documents = std::make_shared<ops::Documents>(
+        ops::find_documents(made.attention_mask, made.positions, made.ids.size(0), made.ids.size(1)));
+  }
+  return microbatches;
+}
+
+RunOptions LanguageModel::options_of_cut() const {
+  RunOptions options = own().run_options();
+  options.microbatches.reset();  // as many as there are
+  return options;
 }
 
 TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
-  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss);
+  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss, options_of_cut());
 }
 
 Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
-  return own().submit(to_train("submit", batch), std::tuple<>(), kLoss);
+  return own().submit(to_train("submit", batch), std::tuple<>(), kLoss, options_of_cut());
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss);
+  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss, options_of_cut());
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
@@ -228,7 +248,7 @@ EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
   const Tokens tokens = checked("evaluate", batch, true);
   own().synchronize();
   EvaluatedLoss loss{.counted = tokens.counted};
-  for (const Tensor& part : own().forward_microbatches(own().run_options(), tokens)) {
+  for (const Tensor& part : own().forward_microbatches(options_of_cut(), cut(tokens))) {
     loss.mean += part.item<double>();
   }
   return loss;
@@ -236,7 +256,7 @@ EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
 
 Tensor LanguageModel::logits(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
-  return own().forward(checked("logits", batch, false));
+  return own().forward_with(options_of_cut(), cut(checked("logits", batch, false)));
 }
 
 void LanguageModel::write_folder(const std::string& folder, const language::ModelFolderOptions& options,

@@ -103,7 +103,10 @@ class LanguageModel {
   void write_folder(const std::string& folder, const language::ModelFolderOptions& options,
                     const language::WrittenValue& written);
   language::Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels) const;
-  language::Tokens to_train(const char* where, const LanguageBatch& batch) const;
+  Microbatches<language::Tokens> to_train(const char* where, const LanguageBatch& batch) const;
+  // Cuts a batch as the model would, and finds each microbatch's documents before it leaves the host.
+  Microbatches<language::Tokens> cut(language::Tokens tokens) const;
+  RunOptions options_of_cut() const;
 
   std::string folder_;
   language::Config config_;

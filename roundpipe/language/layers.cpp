@@ -103,16 +103,21 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  Hidden hidden;
                  hidden.values = at::embedding(own[0], ids, pad);
                  const c10::ScalarType dtype = hidden.values.scalar_type();
-                 models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions};
+                 const models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions,
+                                                  tokens.documents};
                  const auto mask_of = [&](std::optional<int64_t> seen) {
-                   return models::make_mask(attention, places, seen, dtype, ids.device()).value_or(Tensor());
+                   return models::make_mask(attention, places, ids.device(), {seen, dtype}).value_or(Tensor());
                  };
                  if (any_full) hidden.mask = mask_of(std::nullopt);
                  if (any_slides) hidden.window_mask = mask_of(window);
+                 hidden.documents = hidden.window_documents = tokens.documents;
+                 if (any_slides) {
+                   hidden.window_documents =
+                       std::make_shared<ops::Documents>(window.value_or(0), tokens.documents->rows);
+                 }
                  Tensor positions = tokens.positions;
                  if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);
                  std::tie(hidden.cos, hidden.sin) = rotary.cos_sin(positions, dtype);
-                 hidden.positions = tokens.positions;
                  hidden.labels = tokens.labels;
                  hidden.counted = tokens.counted;
                  hidden.chunk_logit_bytes = tokens.chunk_logit_bytes;
@@ -161,7 +166,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                  inputs.sin = hidden.sin;
                  const Tensor& mask = slides ? hidden.window_mask : hidden.mask;
                  if (mask.defined()) inputs.mask = mask;
-                 if (hidden.positions.defined()) inputs.positions = hidden.positions;
+                 inputs.documents = slides ? hidden.window_documents : hidden.documents;
                  inputs.attention = attention;
                  inputs.experts = options.experts;
                  inputs.result_is_read = outputs_are_read();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -14,15 +15,18 @@
 #include <roundpipe/language/router_loss.h>
 #include <roundpipe/models/decoder.h>
 #include <roundpipe/models/token_loss.h>
+#include <roundpipe/ops/documents.h>
 
 namespace roundpipe::language {
 
 // What enters the first layer: one microbatch.
 struct Tokens {
-  at::Tensor ids;             // [rows, tokens], int64
-  at::Tensor labels;          // [rows, tokens]; undefined: logits are wanted
-  at::Tensor attention_mask;  // see models::TokenPlaces
+  at::Tensor ids;     // [rows, tokens], int64
+  at::Tensor labels;  // [rows, tokens]; undefined: logits are wanted
+  // See models::TokenPlaces. The documents are those of one microbatch: a batch is to be cut before they are found.
+  at::Tensor attention_mask;
   at::Tensor positions;
+  std::shared_ptr<const ops::Documents> documents;
   int64_t counted = 0;            // labels of the whole batch that count
   int64_t chunk_logit_bytes = 0;  // see ops::LinearCrossEntropyOptions
   bool training = false;          // whether dropouts drop
@@ -33,7 +37,7 @@ struct Hidden {
   at::Tensor values;  // [rows, tokens, width]
   at::Tensor cos, sin;
   at::Tensor mask, window_mask;  // of layers without and with a window; undefined: none
-  at::Tensor positions;          // as they were given
+  std::shared_ptr<const ops::Documents> documents, window_documents;  // likewise, for Attention::kPacked; never null
   at::Tensor labels;
   // Of models whose routers have a loss, when there are labels.
   RouterSums routers;
@@ -110,7 +114,6 @@ struct roundpipe::TensorsOf<roundpipe::language::Hidden> {
     visit(value.sin);
     visit(value.mask);
     visit(value.window_mask);
-    visit(value.positions);
     visit(value.labels);
     visit(value.routers.chosen);
     visit(value.routers.probabilities);

@@ -124,7 +124,8 @@ Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, co
   if (inputs.attention == Attention::kEager) {
     return eager_attention(config, query, key, value, inputs.mask, sinks, groups);
   }
-  if (inputs.attention == Attention::kSdpa || !inputs.mask || inputs.mask->dim() == kDimsOfOwnMask) {
+  const bool names_documents = inputs.documents || (inputs.mask && inputs.mask->dim() != kDimsOfOwnMask);
+  if (inputs.attention == Attention::kSdpa || !names_documents) {
     if (sinks.defined()) {
       throw std::invalid_argument(
           "[decoder] torch's attention takes no sinks; expected eager, or packed with a mask that names documents");
@@ -135,9 +136,8 @@ Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, co
   options.dropout = config.training ? config.attention_dropout : 0.0;
   options.scaling = config.scaling;
   if (sinks.defined()) options.sinks = sinks;
-  const bool placed = inputs.positions && inputs.positions->dim() == 2;
-  const ops::Documents documents =
-      ops::read_documents(*inputs.mask, placed ? inputs.positions : std::nullopt, query.size(0), query.size(2));
+  if (inputs.documents) return ops::packed_attention(query, key, value, *inputs.documents, options);
+  const ops::Documents documents = ops::read_documents(*inputs.mask, inputs.positions, query.size(0), query.size(2));
   return ops::packed_attention(query, key, value, documents, options);
 }
 

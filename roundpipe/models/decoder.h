@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,6 +12,7 @@
 #include <roundpipe/models/lora.h>
 #include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
+#include <roundpipe/ops/documents.h>
 
 namespace roundpipe::models {
 
@@ -74,9 +76,12 @@ struct DecoderInputs {
   std::optional<at::Tensor> mask;  // for kEager added to the scores; for kSdpa as torch takes it; none: causal for
                                    // kSdpa, no mask for kEager
   Attention attention = Attention::kSdpa;  // kSdpa takes no sinks, nor does kPacked with a mask of another kind
-  std::optional<at::Tensor> positions;     // for kPacked: [rows or 1, tokens], where documents end as well
-  Experts experts = Experts::kGrouped;     // of the layers that have them
-  int64_t mlp_chunk_tokens = 0;            // tokens of a row whose inner activations of the MLP exist at a time; 0: all
+  // For kPacked: the documents of the rows. Null: ops::read_documents reads them from `mask`, if that is a table, and
+  // `positions` [rows or 1, tokens], which waits for the device.
+  std::shared_ptr<const ops::Documents> documents;
+  std::optional<at::Tensor> positions;
+  Experts experts = Experts::kGrouped;  // of the layers that have them
+  int64_t mlp_chunk_tokens = 0;         // tokens of a row whose inner activations of the MLP exist at a time; 0: all
   bool result_is_read = true;  // else only the result's graph counts: its values may be any, and the last product of
                                // the MLP is left out
 };

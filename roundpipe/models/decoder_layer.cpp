@@ -29,6 +29,7 @@ class DecoderCode final : public NativeCode {
     given.sin = at(call->sin);
     if (call->mask && at(*call->mask).numel() > 0) given.mask = at(*call->mask);
     if (call->positions) given.positions = at(*call->positions);
+    given.documents = call->documents;
     given.attention = call->attention;
     given.experts = call->experts;
     given.mlp_chunk_tokens = call->mlp_chunk_tokens;

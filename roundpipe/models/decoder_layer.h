@@ -22,6 +22,7 @@ struct DecoderCall {
   int sin = 0;
   std::optional<int> mask;  // a value without elements says that there is none
   std::optional<int> positions;
+  std::shared_ptr<const ops::Documents> documents;  // of the microbatch; see DecoderInputs
   Attention attention = Attention::kSdpa;
   Experts experts = Experts::kGrouped;
   int64_t mlp_chunk_tokens = 0;

@@ -29,13 +29,14 @@ class EmbeddingCode final : public NativeCode {
     const auto at = [&](int place) -> const Tensor& { return inputs.tensors[static_cast<size_t>(place)]; };
     const Tensor& ids = at(call->ids);
     Tensor hidden = at::embedding(tensors_.weight, ids, config_->padding_index);
-    TokenPlaces places{ids.size(0), ids.size(1), {}, {}};
+    TokenPlaces places{ids.size(0), ids.size(1), {}, {}, call->documents};
     if (call->attention_mask) places.attention_mask = at(*call->attention_mask);
     if (call->positions) places.positions = at(*call->positions);
-    std::optional<Tensor> mask = make_mask(Attention::kSdpa, places, std::nullopt, hidden.scalar_type(), ids.device());
+    std::optional<Tensor> mask = make_mask(call->attention, places, ids.device(), {});
     const Tensor positions =
         call->positions ? places.positions : at::arange(ids.size(1), ids.options().dtype(at::kLong)).unsqueeze(0);
-    auto [cos, sin] = rotary_tables(positions, tensors_.frequencies, config_->rotary_scaling, hidden.scalar_type());
+    auto [cos, sin] = rotary_tables(positions, tensors_.frequencies, config_->rotary_scaling, hidden.scalar_type(),
+                                    config_->rotary_halves);
     Values outputs;
     outputs.structure = std::shared_ptr<const void>(inputs.structure, call->structure);
     outputs.tensors = {std::move(hidden), std::move(cos), std::move(sin),

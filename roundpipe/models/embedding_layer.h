@@ -8,16 +8,18 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/models/decoder.h>
 #include <roundpipe/models/native_layer.h>
 #include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe::models {
 
 // The first part of a causal language model: the embedding, the mask of layers with kSdpa and without a window, and the
-// positions.
+// positions. Layers with kPacked take no mask, but the documents.
 struct EmbeddingConfig {
   int64_t padding_index = -1;  // the row of the weight that gets no gradient; -1: none
   double rotary_scaling = 1;
+  bool rotary_halves = false;  // see rotary_tables()
 };
 
 struct EmbeddingTensors {
@@ -34,13 +36,15 @@ struct EmbeddingCall {
   std::optional<int> attention_mask;  // [rows, tokens]
   std::optional<int> positions;       // [rows or 1, tokens]; none: from 0 on
   std::vector<int> kept;
-  size_t inputs = 0;                // as in DecoderCall
-  const void* structure = nullptr;  // as in DecoderCall
+  Attention attention = Attention::kSdpa;           // of the layers; not kEager
+  std::shared_ptr<const ops::Documents> documents;  // of the microbatch, see TokenPlaces; not null
+  size_t inputs = 0;                                // as in DecoderCall
+  const void* structure = nullptr;                  // as in DecoderCall
 };
 
 using FindEmbeddingCall = std::function<const EmbeddingCall*(const runtime::Values&)>;  // see FindDecoderCall
 
-// Makes the part's code. Configurations are EmbeddingConfigs. Waits for the device as make_mask() says.
+// Makes the part's code. Configurations are EmbeddingConfigs.
 std::unique_ptr<NativeCode> make_embedding_code(EmbeddingTensors tensors, FindEmbeddingCall call);
 
 }  // namespace roundpipe::models

@@ -1,10 +1,12 @@
 #pragma once
 
+#include <memory>
 #include <optional>
 
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/models/decoder.h>
+#include <roundpipe/ops/documents.h>
 
 namespace roundpipe::models {
 
@@ -14,15 +16,23 @@ struct TokenPlaces {
   int64_t tokens = 0;
   at::Tensor attention_mask;  // [rows, tokens], 0 for padding; undefined: there is none
   at::Tensor positions;       // [rows or 1, tokens], which restart with each document; undefined: one document a row
+  // What ops::find_documents() finds in the two before they leave the host; not null.
+  std::shared_ptr<const ops::Documents> documents;
+};
+
+struct MaskOptions {
+  std::optional<int64_t> window = std::nullopt;  // tokens that a token sees, itself included
+  c10::ScalarType dtype = c10::ScalarType::Float;
+  // Whether padding behind a row's tokens may see padding: what it gets then is of no use, while all tokens get the
+  // same. For kSdpa, a batch of such rows needs no mask.
+  bool padding_may_attend = false;
 };
 
 // The mask that a decoder layer takes for these tokens, as transformers makes it: tokens see themselves and what is
-// before them, but no padding; without an attention mask, only their own document; and with `window`, only so many
-// tokens, themselves included. None: plainly causal.
+// before them, but no padding; without an attention mask, only their own document. None: plainly causal.
 // kSdpa: bool [rows, 1, tokens, tokens]. kEager: the same in `dtype`, 0 or its least number, and never none. kPacked:
-// int [rows, 1 + n], the table that ops::read_documents reads, which is told of the positions as well. Waits for the
-// device of an attention mask or of positions, to see whether a mask is needed.
-std::optional<at::Tensor> make_mask(Attention attention, const TokenPlaces& places, std::optional<int64_t> window,
-                                    c10::ScalarType dtype, c10::Device device);
+// none, since such layers take the documents themselves. Does not wait for the device.
+std::optional<at::Tensor> make_mask(Attention attention, const TokenPlaces& places, c10::Device device,
+                                    const MaskOptions& options);
 
 }  // namespace roundpipe::models

@@ -5,13 +5,12 @@
 #include <cstdlib>
 #include <limits>
 #include <map>
-#include <stdexcept>
 #include <utility>
+#include <vector>
 
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-
-#include <roundpipe/core/error.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 
 namespace roundpipe::ops {
 
@@ -97,6 +96,43 @@ Tensor by_scores(const Tensor& query, const Tensor& given_key, const Tensor& giv
   return at::cat(outputs, 2);
 }
 
+const c10::OperatorName kOneCall("aten::_flash_attention_forward", "");
+
+bool has_one_call(const Tensor& query, const Tensor& value, const Documents& documents,
+                  const PackedAttentionOptions& options) {
+  const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
+  const bool is_narrow = query.size(-1) <= kWidestGroupedHead && query.size(-1) == value.size(-1);
+  if (!options.starts || !is_half || !is_narrow || documents.window > 0) return false;
+  if (options.dropout > 0 || options.softcap || options.sinks) return false;
+  const std::optional<c10::OperatorHandle> found = c10::Dispatcher::singleton().findSchema(kOneCall);
+  return found && found->hasKernelForDispatchKey(query.options().computeDispatchKey());
+}
+
+// All documents of all rows in one call of torch's flash attention, in which padding attends to itself.
+Tensor in_one_call(const Tensor& query, const Tensor& key, const Tensor& value, const Documents& documents,
+                   const PackedAttentionOptions& options) {
+  const auto flat = [](const Tensor& heads) { return heads.transpose(1, 2).flatten(0, 1); };
+  int64_t longest = 0;
+  for (const std::vector<int64_t>& row : documents.rows) {
+    for (const int64_t length : row) longest = std::max(longest, std::abs(length));
+  }
+  const Tensor outputs = std::get<0>(at::_flash_attention_forward(
+      flat(query), flat(key), flat(value), *options.starts, *options.starts, longest, longest, /*dropout_p=*/0,
+      /*is_causal=*/true, /*return_debug_mask=*/false, options.scaling));
+  const std::vector<int64_t> shape = {query.size(0), query.size(2), query.size(1), value.size(-1)};
+  if (!has_padding(documents)) return outputs.view(shape);
+  std::vector<Tensor> parts;
+  int64_t begin = 0;
+  for (const std::vector<int64_t>& row : documents.rows) {
+    for (const int64_t length : row) {
+      const Tensor part = outputs.narrow(0, begin, std::abs(length));
+      parts.push_back(length < 0 ? at::zeros_like(part) : part);
+      begin += std::abs(length);
+    }
+  }
+  return at::cat(parts).view(shape);
+}
+
 // One document or run of padding: its row and where it begins.
 struct Place {
   size_t row = 0;
@@ -105,53 +141,19 @@ struct Place {
 
 }  // namespace
 
-Documents read_documents(const Tensor& mask, const std::optional<Tensor>& positions, int64_t rows, int64_t tokens) {
-  const Tensor described = mask.to(at::kCPU, at::kLong).contiguous();
-  Documents documents;
-  std::vector<int64_t> sizes;
-  for (int64_t row = 0; row < described.size(0); ++row) {
-    const int64_t* const numbers = described.const_data_ptr<int64_t>() + row * described.size(1);
-    if (row == 0) documents.window = numbers[0];
-    std::vector<int64_t>& lengths = documents.rows.emplace_back();
-    int64_t& size = sizes.emplace_back(0);
-    for (int64_t i = 1; i < described.size(1); ++i) {
-      if (numbers[i] == 0) continue;
-      lengths.push_back(numbers[i]);
-      size += std::abs(numbers[i]);
-    }
+Tensor document_starts(const Documents& documents) {
+  std::vector<int32_t> starts = {0};
+  for (const std::vector<int64_t>& row : documents.rows) {
+    for (const int64_t length : row) starts.push_back(starts.back() + static_cast<int32_t>(std::abs(length)));
   }
-  if (sizes != std::vector<int64_t>(static_cast<size_t>(rows), tokens)) {
-    std::string shown;
-    for (const int64_t size : sizes) shown += concat(shown.empty() ? "" : ", ", size);
-    throw std::invalid_argument(concat("[sdpa_packed] the documents of the mask have [", shown, "] tokens, expected ",
-                                       tokens, " in each of ", rows,
-                                       " rows; a mask of two dimensions may hold only zeros and ones"));
-  }
-  if (!positions) return documents;
-  const Tensor placed = positions->to(at::kCPU, at::kLong).expand({rows, tokens}).contiguous();
-  for (size_t row = 0; row < documents.rows.size(); ++row) {
-    const int64_t* const numbers = placed.const_data_ptr<int64_t>() + static_cast<int64_t>(row) * tokens;
-    std::vector<int64_t> parts;
-    int64_t begin = 0;
-    for (const int64_t length : documents.rows[row]) {
-      const int64_t end = begin + std::abs(length);
-      int64_t from = begin;
-      for (int64_t token = begin + 1; length > 0 && token < end; ++token) {
-        if (numbers[token] == numbers[token - 1] + 1) continue;
-        parts.push_back(token - from);
-        from = token;
-      }
-      parts.push_back(length > 0 ? end - from : length);
-      begin = end;
-    }
-    documents.rows[row] = std::move(parts);
-  }
-  return documents;
+  return at::tensor(starts, at::kInt);
 }
 
 Tensor packed_attention(const Tensor& query, const Tensor& key, const Tensor& value, const Documents& documents,
                         const PackedAttentionOptions& options) {
   const int64_t tokens = query.size(2);
+  check_documents(documents, query.size(0), tokens);
+  if (has_one_call(query, value, documents, options)) return in_one_call(query, key, value, documents, options);
   const auto attend = [&](const Tensor& queries, const Tensor& keys, const Tensor& values) {
     return options.softcap || options.sinks ? by_scores(queries, keys, values, documents.window, options)
                                             : by_sdpa(queries, keys, values, documents.window, options);

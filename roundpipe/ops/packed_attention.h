@@ -2,26 +2,15 @@
 
 #include <cstdint>
 #include <optional>
-#include <vector>
 
 #include <ATen/core/Tensor.h>
+
+#include <roundpipe/ops/documents.h>
 
 namespace roundpipe::ops {
 
 // The width of heads up to which torch's SDPA has fast kernels for grouped heads.
 inline constexpr int64_t kWidestGroupedHead = 256;
-
-// The documents of each row of a batch, in order; a run of padding as its negative length.
-struct Documents {
-  int64_t window = 0;  // tokens that a token sees, itself included; 0: all before it
-  std::vector<std::vector<int64_t>> rows;
-};
-
-// Reads the documents from a mask [rows, 1 + n], on any device: the window, then each row's lengths, then zeros. A
-// document also ends where `positions` [rows or 1, tokens] do not increase by one. Waits for the tensors' device.
-// Throws std::invalid_argument unless there are `rows` rows of `tokens` tokens.
-Documents read_documents(const at::Tensor& mask, const std::optional<at::Tensor>& positions, int64_t rows,
-                         int64_t tokens);
 
 struct PackedAttentionOptions {
   double dropout = 0;
@@ -29,11 +18,20 @@ struct PackedAttentionOptions {
   std::optional<double> softcap;    // the scores are bounded by cap * tanh(scores / cap)
   std::optional<at::Tensor> sinks;  // [heads]: a score that takes its share of the softmax and adds nothing
   int64_t queries_at_once = 1024;   // for a document longer than its window, or whose scores are computed here
+  // What document_starts() makes of the same documents, on the query's device: all documents are computed in one call,
+  // with other bits, if torch has a kernel for that there. It has one on CUDA; and none for other dtypes than fp16 and
+  // bf16, for wider heads than kWidestGroupedHead, and for dropout, a softcap, sinks or a window.
+  std::optional<at::Tensor> starts = std::nullopt;
 };
+
+// Where each document and each run of padding begins among the tokens of all rows, and where the last one ends: int32
+// [n + 1], on the host.
+at::Tensor document_starts(const Documents& documents);
 
 // Causal attention within each document: query [rows, heads, tokens, width], key and value with as many heads or a
 // divisor of that; returns [rows, tokens, heads, width], with zeros for padding. Documents of one length are computed
 // together. With a softcap or sinks, the scores are computed here, some queries at a time, otherwise by torch's SDPA.
+// Throws std::invalid_argument for documents of another batch.
 // Thread safety: any thread; no state is kept between calls.
 at::Tensor packed_attention(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
                             const Documents& documents, const PackedAttentionOptions& options = {});

@@ -1,4 +1,6 @@
 // Copies between cards, and between a card and the host.
+#include <atomic>
+
 #include <ATen/Functions.h>
 #include <torch/library.h>
 
@@ -63,7 +65,10 @@ void copy_with_host(const at::Tensor& dst, const at::Tensor& src, bool non_block
   const c10::DeviceIndex card = (to_card ? dst : src).device().index();
   queue_copy(card, to_card ? alias_tensor(dst) : borrowed(dst), to_card ? borrowed(src) : alias_tensor(src));
   Stream& stream = current_stream(card);
-  if (!non_blocking || !is_pinned(host.data_ptr())) return stream.synchronize();
+  if (!non_blocking || !is_pinned(host.data_ptr())) {
+    if (!to_card) note_host_read();
+    return stream.synchronize();
+  }
   pinned_allocator()->record_event(
       host.data_ptr(), host.storage().data_ptr().get_context(),
       c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::PrivateUse1, card), stream.id()));
@@ -89,7 +94,12 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
+std::atomic<int64_t> reads{0};
+
 }  // namespace
+
+int64_t host_reads() { return reads.load(); }
+void note_host_read() { ++reads; }
 
 void copy_values(const at::Tensor& dst, const at::Tensor& given, bool non_blocking) {
   if (dst.numel() == 0) return;

@@ -206,6 +206,11 @@ def is_bf16_supported(including_emulation: bool = True) -> bool:
 # --- For tests: when things happen
 
 
+def host_reads() -> int:
+    """How often the host has waited for values of any card: by a copy that blocks, or for a number."""
+    return int(_fake_card.host_reads())
+
+
 def _stream(stream: torch.Stream | None) -> tuple[int, int]:
     stream = current_stream() if stream is None else stream
     return stream.device_index, stream.stream_id

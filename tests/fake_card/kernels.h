@@ -39,4 +39,8 @@ void take_shape(const at::Tensor& tensor, const at::Tensor& meta);
 // Copies between cards, and between a card and the host; see _copy_from in copy.cpp.
 void copy_values(const at::Tensor& dst, const at::Tensor& src, bool non_blocking);
 
+// How often the host has waited for values of any card: copies to the host that block, and scalars that are read.
+int64_t host_reads();
+void note_host_read();
+
 }  // namespace fake_card

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_fake_card, module) {
   module.def("default_generator", [](int index) { return default_generator(card(index)); });
   module.def("limit_memory", [](int index, size_t bytes) { limit_memory(card(index), bytes); }, release_gil());
   module.def("has_context", [](int index) { return has_context(card(index)); });
+  module.def("host_reads", &host_reads);
   module.def("set_delays", &set_delays);
   module.def("set_fault", [](int index, const std::string& why) { set_fault(card(index), why); });
   module.def("clear_fault", [](int index) { clear_fault(card(index)); });

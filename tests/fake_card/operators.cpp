@@ -81,6 +81,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
+  note_host_read();
   current_stream(self.device().index()).synchronize();
   return alias_tensor(self).item();
 }

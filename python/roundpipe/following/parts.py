@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.placeholder import (
@@ -39,6 +40,7 @@ from roundpipe.layers.shadow import ShadowTree
 from roundpipe.losses.ending import Ending, Kept
 from roundpipe.losses.lazy_logits import LazyLogits
 from roundpipe.losses.token_loss import TokenLoss
+from roundpipe.ops.documents import knowing, noting_tables
 from roundpipe.ops.functional import Arithmetic
 
 # "auto" computes the loss in chunks if a microbatch's float32 logits would take more than this.
@@ -354,12 +356,18 @@ class Before(Part):
         if frequencies is not None:
             self.skeleton().use(frequencies)
         kwargs.update(followed.forced)
+        with noting_tables() as tables:
+            program, values = self._program(args, kwargs)
+        program.ending = ending
+        program.documents = _documents_in(program, values, tables)
+        return program, values, {}, ()
+
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, NumberedValues]:
+        followed = self.followed
         alike = followed.calls_alike is not None and followed.calls_alike()
         again = self._again(args, kwargs) if alike else None
         if again is not None:
-            program, values = again
-            program.ending = ending
-            return program, values, {}, ()
+            return again
         run = RecordingRun(followed, stops=True)
         try:
             self.skeleton().run(run, args, kwargs)
@@ -371,13 +379,12 @@ class Before(Part):
             )
         compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
         program = compiler.compile(self._carried(args, kwargs))
-        program.ending = ending
         if alike and calls_are_alike(program):
             program.alike = True
             skeleton = self.skeleton()
             skeleton.templates.insert(0, Template(program, compiler.values, (args, kwargs)))
             del skeleton.templates[MOST_TEMPLATES:]
-        return program, compiler.values, {}, ()
+        return program, compiler.values
 
     def _again(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, NumberedValues] | None:
         """An earlier microbatch's program with this one's values, if both have the same form."""
@@ -408,6 +415,25 @@ class Before(Part):
                 output = None
             known = self.followed.carried[key] = Ends(output, len(self.followed.order)).made
         return known
+
+
+def _documents_in(
+    program: Program, values: NumberedValues, tables: list[torch.Tensor]
+) -> dict[tuple[int | None, int | None], _core.Documents]:
+    """See `Program.documents`. They are read while their tables are on the host; positions are read from the device,
+    which the part before the layers has just waited for."""
+    found: dict[tuple[int | None, int | None], _core.Documents] = {}
+    for call in (program.calls[:1] if program.alike else program.calls) if tables else ():
+        mask, positions = call.mask_and_positions()
+        if mask is None or not any(values.get(mask) is table for table in tables):
+            continue
+        table = values[mask]
+        rows, tokens = table.shape[0], int(table[0, 1:].abs().sum())
+        for number in {positions, None}:  # not all layers tell their attention of positions
+            placed = None if number is None else values.get(number)
+            if (mask, number) not in found and (number is None or placed is not None):
+                found[mask, number] = _core.read_documents(table, placed, rows, tokens)
+    return found
 
 
 MOST_TEMPLATES = 4
@@ -443,7 +469,12 @@ class OwnLayer(nn.Module):
         if self.blocks and not call.collected:
             chunk = chunk_of(self.followed.mlp_chunk_tokens, hidden_states((args, kwargs)).shape[1])
         chunks = in_chunks(self.layer, self.blocks, chunk) if chunk else nullcontext()
-        with collector.collecting(call.collected, call.first) as found, chunks:
+        documents = [
+            (values[mask], None if positions is None else values[positions], each)
+            for (mask, positions), each in program.documents.items()
+            if mask in values and (positions is None or positions in values)
+        ]
+        with collector.collecting(call.collected, call.first) as found, chunks, knowing(documents):
             output = self.layer(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         if spec != call.output_spec or any(

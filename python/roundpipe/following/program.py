@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe import _core
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
 from roundpipe.losses.ending import Ending
 
@@ -116,6 +117,15 @@ class LayerCall:
     first: bool = False
     shapes: tuple[torch.Size | None, ...] = ()
 
+    def mask_and_positions(self) -> tuple[int | None, int | None]:
+        """The numbers of the values that transformers gives its layers by these names."""
+        _, kwargs = pytree.tree_unflatten(self.arguments.leaves, self.arguments.spec)
+        mask, positions = (kwargs.get(name) for name in ("attention_mask", "position_ids"))
+        return (
+            mask.number if isinstance(mask, Ref) else None,
+            positions.number if isinstance(positions, Ref) else None,
+        )
+
 
 _AS_IT_IS = Ending()
 
@@ -130,6 +140,7 @@ class Program:
         carried: numbers of the values made before the last call that the end of the forward reads.
         ending: what is done with its outputs.
         alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
+        documents: of packed rows, by the numbers of the mask and the positions of the calls that take them.
     """
 
     calls: list[LayerCall]
@@ -137,6 +148,7 @@ class Program:
     carried: dict[Made, int]
     ending: Ending = _AS_IT_IS
     alike: bool = False
+    documents: dict[tuple[int | None, int | None], _core.Documents] = field(default_factory=dict)
 
 
 @dataclass

@@ -168,6 +168,7 @@ class NativeEmbedding(_NativePart):
     Attributes:
         weight: the place of the embedding's weight among the part's parameters.
         frequencies: the place of the rotary frequencies among its buffers.
+        windows: of each layer's packed attention, 0 for none; known once its documents have been compared.
     """
 
     kind = "embedding"
@@ -178,6 +179,8 @@ class NativeEmbedding(_NativePart):
         super().__init__(around, code, [self._embedding, self._rotary])
         self.weight = _place([parameter for _, parameter in part.named_parameters()], self._embedding.weight)
         self.frequencies = _place([buffer for _, buffer in part.named_buffers()], self._rotary.inv_freq)
+        self.windows: tuple[int, ...] = ()
+        self._compared: tuple[Any, ...] | None = None
 
     def _reason_against(self) -> str | None:
         around, embedding, rotary = self.around, self._embedding, self._rotary
@@ -197,19 +200,33 @@ class NativeEmbedding(_NativePart):
             return "its embedding has max_norm, scale_grad_by_freq or sparse"
         if rotary.rope_type not in _FIXED_ROPES:
             return f"rotary positions of the kind {rotary.rope_type!r} depend on the batch"
-        config = around.base.config
-        if getattr(config, "sliding_window", None) is not None or set(getattr(config, "layer_types", None) or ()) - {
-            "full_attention"
-        }:
-            return "layers have a sliding window"
         return None
+
+    @property
+    def masks(self) -> str | None:
+        """The native name of the attention for which it would make masks now; None if it cannot."""
+        return self._code.masks(self.around.base.config)
 
     def reason_now(self) -> str | None:
         """Likewise, also for its masks."""
         config = self.around.base.config
-        if not self._code.makes_own_masks(config):
+        attention, window, kinds = self._masks_now()
+        if attention is None:
             return f"masks for the attention {config._attn_implementation!r} have no native form"
+        if attention == "sdpa" and (window is not None or set(kinds) - {"full_attention"}):
+            return "layers have a sliding window"
+        if self._compared not in (None, (attention, window, kinds)):
+            return "its masks are others than when the model was wrapped"
         return super().reason_now()
+
+    def note_compared(self, windows: tuple[int, ...]) -> None:
+        """Its masks, as they are now, have been compared with the model's own, which have these windows."""
+        self.windows, self._compared = windows, self._masks_now()
+
+    def _masks_now(self) -> tuple[str | None, int | None, tuple[str, ...]]:
+        config = self.around.base.config
+        kinds = tuple(getattr(config, "layer_types", None) or ())
+        return self.masks, getattr(config, "sliding_window", None), kinds
 
     def tensors_now(self) -> tuple[nn.Parameter, torch.Tensor]:
         """The embedding's weight and the rotary frequencies."""
@@ -218,5 +235,7 @@ class NativeEmbedding(_NativePart):
     def _made(self, arithmetic: Arithmetic) -> _core.EmbeddingConfig:
         padding = self._embedding.padding_idx
         return _core.EmbeddingConfig(
-            padding_index=-1 if padding is None else padding, rotary_scaling=self._rotary.attention_scaling
+            padding_index=-1 if padding is None else padding,
+            rotary_scaling=self._rotary.attention_scaling,
+            rotary_halves=self.around.prefix == "GptOss",
         )

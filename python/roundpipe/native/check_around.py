@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from roundpipe import _core
 from roundpipe.following.parts import ENDING, PartState
-from roundpipe.following.program import calls_are_alike
+from roundpipe.following.program import Program, Ref, Tree, calls_are_alike
 from roundpipe.following.survey import evaluating
 from roundpipe.layers.values import split
 from roundpipe.losses.ending import Ending, Kept
@@ -36,28 +37,52 @@ def _batches(vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:
 
 def compare_embedding(native: NativeEmbedding, before: nn.Module) -> str | None:
     """Why the native part before the layers cannot stand for `before`; None if both hand on the same bits."""
-    config = native.config()
-    if config is None:
+    config, attention = native.config(), native.masks
+    if config is None or attention is None:
         return native.reason
     weight, frequencies = native.tensors_now()
+    windows: tuple[int, ...] = ()
     with torch.inference_mode(False), evaluating(native.around.causal):
         for batch in _batches(weight.shape[0]):
             program, values, contents, collected = before(**batch)
-            if contents or collected or not calls_are_alike(program):
+            if contents or collected or not calls_are_alike(_without_tables(program)):
                 return "its layers are not called alike"
             places = {name: place for place, name in enumerate(batch)}
             mask, positions = places.get("attention_mask"), places.get("position_ids")
-            call = _core.EmbeddingCall(places["input_ids"], mask, positions, [], len(batch))
-            hidden, cos, sin, seen, placed = _core.embed(config, call, weight, frequencies, list(batch.values()))
+            documents = _core.find_documents(
+                batch.get("attention_mask"), batch.get("position_ids"), *batch["input_ids"].shape
+            )
+            call = _core.EmbeddingCall(places["input_ids"], mask, positions, [], attention, len(batch))
+            given = list(batch.values())
+            hidden, cos, sin, seen, placed = _core.embed(config, call, weight, frequencies, given, documents)
             args, kwargs = program.calls[0].arguments.join(values, {})
             expected = kwargs["attention_mask"]
+            if attention == "packed":
+                theirs = [program.documents.get(each.mask_and_positions()) for each in program.calls]
+                if any(each is None or each.rows != documents.rows for each in theirs):
+                    return "it finds other documents than the model"
+                windows = tuple(each.window for each in theirs if each is not None)
+                expected = None
             if (expected is None) != (seen.numel() == 0):
                 return "it makes another mask than the model"
             mine = (hidden, cos, sin, placed, *(() if expected is None else (seen,)))
-            theirs = (*args, *kwargs["position_embeddings"], kwargs["position_ids"])
-            if not all(map(same_bits, mine, (*theirs, *(() if expected is None else (expected,))))):
+            others = (*args, *kwargs["position_embeddings"], kwargs["position_ids"])
+            if not all(map(same_bits, mine, (*others, *(() if expected is None else (expected,))))):
                 return "its values differ in bits from the model's own"
+    native.note_compared(windows)
     return None
+
+
+def _without_tables(program: Program) -> Program:
+    """The program with one mask for all calls that take documents."""
+    tables = {mask for mask, _ in program.documents}
+    calls = []
+    for call in program.calls:
+        leaves = [
+            Ref(-1) if isinstance(leaf, Ref) and leaf.number in tables else leaf for leaf in call.arguments.leaves
+        ]
+        calls.append(replace(call, arguments=Tree(leaves, call.arguments.spec)))
+    return replace(program, calls=calls)
 
 
 def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str | None:

@@ -132,11 +132,15 @@ class Code:
         """Whether a function is transformers' loss of causal language models."""
         return function is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
 
-    def makes_own_masks(self, config: Any) -> bool:
-        """Whether a model with this config makes transformers' own masks for torch's attention now."""
+    def masks(self, config: Any) -> str | None:
+        """The native name of the attention for which a model with this config makes masks now that native layers know:
+        transformers' own for torch's, or the documents of packed rows; None for others."""
         made = sys.modules["transformers.masking_utils"].ALL_MASK_ATTENTION_FUNCTIONS.get(config._attn_implementation)
+        attention = self.attention(config)
+        if attention == "packed":
+            return attention if made is sys.modules["roundpipe.ops.packed_attention"].document_lengths else None
         own = getattr(made, "__module__", None) == "transformers.masking_utils"
-        return own and self.attention(config) == "sdpa"
+        return attention if own and attention == "sdpa" else None
 
     def reason_against_around(self) -> str | None:
         """Why native parts around the layers would not do what this code does now; None if they would. Cheap."""

@@ -63,8 +63,9 @@ class Passages:
         self._code = code
         # Passages that were made before the model was entered, by what they were made from.
         self._entered: dict[tuple[Any, ...], _core.Passage] = {}
-        # The latest passage's calls and what they were made from. Replaced whole, by any thread.
-        self._last: tuple[tuple[Any, ...], list[_core.DecoderCall | None]] | None = None
+        # The latest passage's calls, the numbers of their masks and positions, and what they were made from. Replaced
+        # whole, by any thread.
+        self._last: tuple[tuple[Any, ...], list[_core.DecoderCall | None], list[Any]] | None = None
 
     def reason_against(self) -> str | None:
         """Why no layer would run natively now; None if those with a native form would."""
@@ -113,10 +114,14 @@ class Passages:
                 for number, call in enumerate(program.calls)
             ):
                 return None
-            last = self._last = (key, list(self._calls(program, list(values), attention, experts)))
+            calls = list(self._calls(program, list(values), attention, experts))
+            last = self._last = (key, calls, [call.mask_and_positions() for call in program.calls])
         head, structure = self._head_after(program) or (None, None)
         after = functools.partial(_structure_after, program, self._logits(program), structure)
-        return _core.Passage(last[1], after, None, head)
+        passage = _core.Passage(last[1], after, None, head)
+        if not program.documents:
+            return passage
+        return passage.with_documents(None, [program.documents.get(numbers) for numbers in last[2]])
 
     def _head_after(self, program: Program) -> tuple[_core.HeadCall, Structure] | None:
         """How the native part after the layers is called, and the structure of its result; None if Python runs it."""
@@ -155,7 +160,7 @@ class Passages:
         """Whether all parts are native for a call that is made now."""
         if self.embedding is None or self.head is None or len(self._decoders) != len(self._followed.order):
             return False
-        if self.attention() != "sdpa" or self.experts() is None:
+        if self.attention() not in ("sdpa", "packed") or self.experts() is None:
             return False
         if self.embedding.reason_now() is not None or self.head.reason_now() is not None:
             return False
@@ -176,6 +181,13 @@ class Passages:
             return None
         if placed not in (shape, (1, shape[1])):
             return None
+        # Here, since the tensors are still on the host.
+        mask, positions = (
+            None if place is None else tensors[place] for place in (given.attention_mask, given.positions)
+        )
+        documents = _core.find_documents(mask, positions, *shape)
+        if self.attention() == "packed" and documents.has_inner_padding():
+            return None  # Python refuses it
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0
         followed = self._followed
         ways = self.attention(), self.experts(), followed.loss_chunk_tokens, followed.chunk_logit_bytes
@@ -187,7 +199,15 @@ class Passages:
                 if len(self._entered) == _MOST_ENTERED:
                     self._entered = {}
                 self._entered[key] = passage
-        return passage
+        return passage and passage.with_documents(documents, self._documents_of_calls(documents))
+
+    def _documents_of_calls(self, documents: _core.Documents) -> list[_core.Documents | None]:
+        """What the layers of a microbatch that enters natively take."""
+        if self.embedding is None or self.attention() != "packed":
+            return [None] * len(self._decoders)
+        windows = self.embedding.windows
+        by_window = {window: documents.with_window(window) for window in set(windows)}
+        return [by_window[window] for window in windows]
 
     def _made(self, given: TokenArguments, ending: Ending, chunk: int, inputs: int) -> _core.Passage | None:
         attention, experts = str(self.attention()), str(self.experts())
@@ -208,7 +228,7 @@ class Passages:
         head = self._head(0, labels, items, ending, 1 + len(kept))
         if head is None:
             return None
-        embedding = _core.EmbeddingCall(given.ids, given.attention_mask, given.positions, kept, inputs)
+        embedding = _core.EmbeddingCall(given.ids, given.attention_mask, given.positions, kept, attention, inputs)
         return _core.Passage(calls, functools.partial(_structure_entered, len(calls), head[1]), embedding, head[0])
 
     def _logits(self, program: Program) -> list[int]:

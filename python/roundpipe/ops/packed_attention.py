@@ -25,6 +25,7 @@ import torch
 
 from roundpipe import _core
 from roundpipe.layers.evaluation_mode import evaluation_mode
+from roundpipe.ops.documents import documents_of, note_table
 
 NAME = "sdpa_packed"
 # transformers refuses every name with "sdpa" in it for models whose scores SDPA cannot compute: Gemma 2, GPT-OSS.
@@ -92,21 +93,26 @@ def document_lengths(
     rows = torch.arange(batch_size, device=device)[:, None]
     before, after = torch.arange(q_length - 1, device=device)[None], torch.arange(1, q_length, device=device)[None]
     head = torch.zeros((1, 1), dtype=torch.long, device=device)
-    if function(rows, head, before, after).any():
-        raise ValueError(f"[{NAME}] a token sees the one after it, expected a causal mask; {_OTHERWISE}")
     begins = torch.ones((batch_size, q_length), dtype=torch.bool, device=device)
     begins[:, 1:] = ~function(rows, head, after, before)
     kept = torch.ones_like(begins) if attention_mask is None else attention_mask.to(device=device, dtype=torch.bool)
+    ahead = torch.zeros_like(begins)
+    ahead[:, 1:] = function(rows, head, before, after)
+    begins, kept, ahead = torch.stack([begins, kept, ahead]).cpu()  # together, since the host waits for the device
+    if ahead.any():
+        raise ValueError(f"[{NAME}] a token sees the one after it, expected a causal mask; {_OTHERWISE}")
     _check_padding(kept)
     begins[:, 1:] |= kept[:, 1:] != kept[:, :-1]
     lengths = []
-    for row, row_kept in zip(begins.cpu(), kept.cpu(), strict=True):
+    for row, row_kept in zip(begins, kept, strict=True):
         starts = row.nonzero().flatten().tolist()
         spans = zip(starts, [*starts[1:], q_length], strict=True)
         lengths.append([end - start if row_kept[start] else start - end for start, end in spans])
     most = max(len(row) for row in lengths)
     packed = [[local_size or 0, *row, *[0] * (most - len(row))] for row in lengths]
-    return torch.tensor(packed, dtype=torch.int32)
+    table = torch.tensor(packed, dtype=torch.int32)
+    note_table(table)
+    return table
 
 
 def packed_attention(
@@ -152,10 +158,8 @@ def packed_attention(
         raise ValueError(
             f"[{NAME}] got position_bias, is_causal=False or output_attentions=True, expected none; {_OTHERWISE}"
         )
-    positions = position_ids if position_ids is not None and position_ids.dim() == 2 else None
-    output = _core.packed_attention(
-        query, key, value, attention_mask, positions, dropout, scaling, softcap, s_aux, _QUERIES_AT_ONCE
-    )
+    documents = documents_of(attention_mask, position_ids, query.shape[0], query.shape[2])
+    output = _core.packed_attention(query, key, value, documents, dropout, scaling, softcap, s_aux, _QUERIES_AT_ONCE)
     return output, None
 
 

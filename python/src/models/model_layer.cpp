@@ -153,16 +153,25 @@ void bind_models(py::module_& module) {
            py::arg("attention"), py::arg("experts"), py::arg("mlp_chunk_tokens"), py::arg("outputs"),
            py::arg("inputs"));
   py::class_<models::EmbeddingConfig, std::shared_ptr<models::EmbeddingConfig>>(module, "EmbeddingConfig")
-      .def(py::init([](int64_t padding_index, double rotary_scaling) {
-             return std::make_shared<models::EmbeddingConfig>(models::EmbeddingConfig{padding_index, rotary_scaling});
+      .def(py::init([](int64_t padding_index, double rotary_scaling, bool rotary_halves) {
+             return std::make_shared<models::EmbeddingConfig>(
+                 models::EmbeddingConfig{padding_index, rotary_scaling, rotary_halves});
            }),
-           py::kw_only(), py::arg("padding_index"), py::arg("rotary_scaling"));
+           py::kw_only(), py::arg("padding_index"), py::arg("rotary_scaling"), py::arg("rotary_halves"));
   py::class_<EmbeddingCall>(module, "EmbeddingCall")
       .def(py::init([](int ids, std::optional<int> attention_mask, std::optional<int> positions, std::vector<int> kept,
-                       size_t inputs) {
-             return EmbeddingCall{ids, attention_mask, positions, std::move(kept), inputs, nullptr};
+                       const std::string& attention, size_t inputs) {
+             EmbeddingCall call;
+             call.ids = ids;
+             call.attention_mask = attention_mask;
+             call.positions = positions;
+             call.kept = std::move(kept);
+             call.attention = models::parse_attention(attention);
+             call.inputs = inputs;
+             return call;
            }),
-           py::arg("ids"), py::arg("attention_mask"), py::arg("positions"), py::arg("kept"), py::arg("inputs"));
+           py::arg("ids"), py::arg("attention_mask"), py::arg("positions"), py::arg("kept"), py::arg("attention"),
+           py::arg("inputs"));
   py::class_<models::HeadConfig, std::shared_ptr<models::HeadConfig>>(module, "HeadConfig")
       .def(py::init([](double norm_eps, bool scales_norm_in_float, const std::string& arithmetic) {
              return std::make_shared<models::HeadConfig>(
@@ -184,21 +193,29 @@ void bind_models(py::module_& module) {
   py::class_<Passage, std::shared_ptr<Passage>>(module, "Passage")
       .def(py::init<std::vector<std::optional<DecoderCall>>, py::object, std::optional<EmbeddingCall>,
                     std::optional<HeadCall>>(),
-           py::arg("calls"), py::arg("structure_after"), py::arg("embedding"), py::arg("head"));
+           py::arg("calls"), py::arg("structure_after"), py::arg("embedding"), py::arg("head"))
+      .def(
+          "with_documents",
+          [](const Passage& passage, std::shared_ptr<ops::Documents> whole,
+             const std::vector<std::shared_ptr<ops::Documents>>& of_calls) {
+            return passage.with_documents(std::move(whole), of_calls);
+          },
+          py::arg("whole"), py::arg("of_calls"));
   // What the native part before the layers hands on.
   module.attr("EMBEDDED") = std::vector<int>{EmbeddingCall::kHidden, EmbeddingCall::kCos, EmbeddingCall::kSin,
                                              EmbeddingCall::kMask, EmbeddingCall::kPositions};
   module.def(
       "embed",
-      [](const models::EmbeddingConfig& config, const EmbeddingCall& call, const at::Tensor& weight,
-         const at::Tensor& frequencies, std::vector<at::Tensor> inputs) {
+      [](const models::EmbeddingConfig& config, EmbeddingCall call, const at::Tensor& weight,
+         const at::Tensor& frequencies, std::vector<at::Tensor> inputs, std::shared_ptr<ops::Documents> documents) {
+        call.documents = std::move(documents);
         const auto code =
             models::make_embedding_code({weight, frequencies}, [&](const Values& /*inputs*/) { return &call; });
         code->configure(std::make_shared<models::EmbeddingConfig>(config));
         return code->forward({std::move(inputs), nullptr}, {}).value().tensors;
       },
       py::arg("config"), py::arg("call"), py::arg("weight"), py::arg("frequencies"), py::arg("inputs"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("documents"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "apply_head",
       [](const models::HeadConfig& config, const HeadCall& call, const at::Tensor& norm, const at::Tensor& weight,

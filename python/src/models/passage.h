@@ -23,17 +23,21 @@ class Passage : public std::enable_shared_from_this<Passage> {
   // REQUIRES: the interpreter lock.
   Passage(std::vector<std::optional<models::DecoderCall>> calls, pybind11::object structure_after,
           std::optional<models::EmbeddingCall> embedding, std::optional<models::HeadCall> head)
-      : calls_(std::move(calls)), embedding_(std::move(embedding)), head_(std::move(head)), after_(calls_.size() + 2) {
-    const SharedObject make = share(std::move(structure_after));
-    for (size_t number = 0; number < after_.size(); ++number) after_[number] = {make, number, this, nullptr};
-    for (size_t number = 0; number < calls_.size(); ++number) {
-      if (calls_[number]) calls_[number]->structure = &after_[number];
-    }
-    if (head_) head_->structure = &after_[calls_.size()];
-    if (embedding_) embedding_->structure = &after_.back();
-  }
+      : Passage(std::move(calls), share(std::move(structure_after)), std::move(embedding), std::move(head)) {}
   Passage(const Passage&) = delete;
   Passage& operator=(const Passage&) = delete;
+
+  // The same for one microbatch: `whole` are its documents, and `of_calls` those that each call takes, or null.
+  std::shared_ptr<Passage> with_documents(std::shared_ptr<const ops::Documents> whole,
+                                          const std::vector<std::shared_ptr<ops::Documents>>& of_calls) const {
+    std::vector<std::optional<models::DecoderCall>> calls = calls_;
+    for (size_t number = 0; number < calls.size(); ++number) {
+      if (calls[number]) calls[number]->documents = of_calls.at(number);
+    }
+    std::optional<models::EmbeddingCall> embedding = embedding_;
+    if (embedding) embedding->documents = std::move(whole);
+    return std::shared_ptr<Passage>(new Passage(std::move(calls), make_, std::move(embedding), head_));
+  }
 
   // Null: not native. The call lives as long as the passage. Any thread.
   const models::DecoderCall* call(size_t number) const {
@@ -42,7 +46,8 @@ class Passage : public std::enable_shared_from_this<Passage> {
   const models::EmbeddingCall* embedding() const { return embedding_ ? &*embedding_ : nullptr; }
   const models::HeadCall* head() const { return head_ ? &*head_ : nullptr; }
 
-  // The structure of inputs that enter the native part before the layers. REQUIRES: embedding().
+  // The structure of inputs that enter the native part before the layers. REQUIRES: embedding(), and this was made by
+  // with_documents().
   std::shared_ptr<const void> entered() const { return {shared_from_this(), &after_.back()}; }
 
   // Whether values with this structure are the loss that the native head has computed.
@@ -51,6 +56,22 @@ class Passage : public std::enable_shared_from_this<Passage> {
   }
 
  private:
+  Passage(std::vector<std::optional<models::DecoderCall>> calls, SharedObject make,
+          std::optional<models::EmbeddingCall> embedding, std::optional<models::HeadCall> head)
+      : make_(std::move(make)),
+        calls_(std::move(calls)),
+        embedding_(std::move(embedding)),
+        head_(std::move(head)),
+        after_(calls_.size() + 2) {
+    for (size_t number = 0; number < after_.size(); ++number) after_[number] = {make_, number, this, nullptr};
+    for (size_t number = 0; number < calls_.size(); ++number) {
+      if (calls_[number]) calls_[number]->structure = &after_[number];
+    }
+    if (head_) head_->structure = &after_[calls_.size()];
+    if (embedding_) embedding_->structure = &after_.back();
+  }
+
+  const SharedObject make_;  // structure_after
   std::vector<std::optional<models::DecoderCall>> calls_;
   std::optional<models::EmbeddingCall> embedding_;
   std::optional<models::HeadCall> head_;

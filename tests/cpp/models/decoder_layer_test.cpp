@@ -141,6 +141,20 @@ TEST_CASE_FIXTURE(Fixture, "decoder layer: a native call hands on what the call 
   CHECK(layer->mode_key() == 7);
 }
 
+TEST_CASE_FIXTURE(Fixture, "decoder layer: documents of the call are those of a table beside positions") {
+  call.attention = Attention::kPacked;
+  call.documents = std::make_shared<ops::Documents>(2, std::vector<std::vector<int64_t>>{{2, 3}, {4, -1}});
+  const at::Tensor found = shell->forward(inputs, {}).tensors[1];
+  CHECK_FALSE(found.equal(expected()));
+  call.documents.reset();
+  call.mask = 3;
+  call.positions = 4;
+  call.inputs = 5;
+  inputs.tensors.push_back(at::tensor({2, 5, 0, 2, 4, -1}).reshape({2, 3}));
+  inputs.tensors.push_back(at::tensor({0, 1, 0, 1, 2, 5, 6, 7, 8, 9}).reshape({2, 5}));
+  CHECK(shell->forward(inputs, {}).tensors[1].equal(found));
+}
+
 TEST_CASE_FIXTURE(Fixture, "decoder layer: outputs that nobody reads have the same graph") {
   const auto gradients = [&](bool are_read) {
     at::Tensor& hidden = inputs.tensors[2];

@@ -3,6 +3,8 @@
 #include <ATen/Functions.h>
 #include <doctest/doctest.h>
 
+#include <roundpipe/ops/documents.h>
+
 namespace roundpipe::models {
 namespace embedding_layer_test {
 
@@ -14,11 +16,19 @@ struct Fixture {
   at::Tensor ids = at::tensor({1, 4, 0, 2, 2, 3}, at::kLong).reshape({2, 3});
   EmbeddingCall call;
 
-  Fixture() { call.inputs = 1; }
+  Fixture() {
+    call.inputs = 1;
+    found({}, {});
+  }
+
+  // What the caller finds in the batch.
+  void found(const at::Tensor& attention_mask, const at::Tensor& positions) {
+    call.documents = std::make_shared<ops::Documents>(ops::find_documents(attention_mask, positions, 2, 3));
+  }
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const auto code = make_embedding_code({weight, frequencies}, [this](const Values& /*inputs*/) { return &call; });
-    code->configure(std::make_shared<const EmbeddingConfig>(EmbeddingConfig{-1, 2.0}));
+    code->configure(std::make_shared<const EmbeddingConfig>(EmbeddingConfig{-1, 2.0, false}));
     const std::optional<Values> outputs = code->forward({inputs, nullptr}, {});
     return outputs ? outputs->tensors : std::vector<at::Tensor>{};
   }
@@ -40,8 +50,9 @@ TEST_CASE_FIXTURE(Fixture, "embedding layer: padding makes a mask, and other val
   call.inputs = 3;
   call.attention_mask = 2;
   call.kept = {1};
-  const at::Tensor kept = at::ones({1});
-  const std::vector<at::Tensor> found = run({ids, kept, at::tensor({0, 1, 1, 1, 1, 1}).reshape({2, 3})});
+  const at::Tensor kept = at::ones({1}), given = at::tensor({0, 1, 1, 1, 1, 1}).reshape({2, 3});
+  this->found(given, {});
+  const std::vector<at::Tensor> found = run({ids, kept, given});
   REQUIRE(found.size() == EmbeddingCall::kKept + 1);
   CHECK(found.back().is_same(kept));
   const at::Tensor seen = found[EmbeddingCall::kMask];
@@ -53,9 +64,12 @@ TEST_CASE_FIXTURE(Fixture, "embedding layer: given positions count, and separate
   call.inputs = 2;
   call.positions = 1;
   const at::Tensor positions = at::tensor({0, 1, 0}).expand({2, 3});
+  this->found({}, positions);
   const std::vector<at::Tensor> found = run({ids, positions});
   CHECK(at::equal(found[EmbeddingCall::kCos][0][2], found[EmbeddingCall::kCos][0][0]));
   CHECK_FALSE(found[EmbeddingCall::kMask][0][0][2][1].item<bool>());
+  call.attention = Attention::kPacked;  // whose layers take the documents themselves
+  CHECK(run({ids, positions})[EmbeddingCall::kMask].numel() == 0);
 }
 
 TEST_CASE_FIXTURE(Fixture, "embedding layer: other inputs are not its own") { CHECK(run({ids, ids}).empty()); }

@@ -40,11 +40,66 @@ def test_which_parts_are_native(name: str) -> None:
     assert reasons(model) == ({BEFORE: expected} if slides else {})
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa_packed"])
-def test_other_masks_are_made_in_python(attention: str) -> None:
+def test_other_masks_are_made_in_python() -> None:
+    found = reasons(make("llama", attn_implementation="eager"))
+    assert found == {BEFORE: "masks for the attention 'eager' have no native form"}
+
+
+def make_packed(name: str) -> Any:
     packed_attention.register()
-    found = reasons(make("llama", attn_implementation=attention))
-    assert found == {BEFORE: f"masks for the attention '{attention}' have no native form"}
+    family = moe_models if name in moe_models.MODELS else dense_models
+    return family.make(name, attn_implementation="packed")
+
+
+@pytest.mark.parametrize("name", [*dense_models.MODELS, *moe_models.MODELS])
+def test_documents_of_packed_rows_are_found_natively(name: str) -> None:
+    """Also for layers with windows; the bits are the plain model's."""
+    model = make_packed(name)
+    assert reasons(model) == {}
+    for kind in ("whole", "padded", "packed"):
+        check_plain_bits(copy.deepcopy(model), batch(kind))
+
+
+def test_positions_and_padding_make_documents_together() -> None:
+    model, arguments = make_packed("qwen2"), batch("packed")
+    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    arguments["attention_mask"][0, :3] = arguments["attention_mask"][1, -2:] = 0
+    check_plain_bits(copy.deepcopy(model), arguments)
+    native, python = wrap(copy.deepcopy(model)), wrap(model, native=False)
+    assert torch.equal(native(**arguments).logits, python(**arguments).logits)
+
+
+def test_padding_between_documents_is_refused_as_in_python() -> None:
+    arguments = batch("whole")
+    arguments["attention_mask"] = torch.ones_like(arguments["input_ids"])
+    arguments["attention_mask"][0, 3] = 0
+    for native in (True, False):
+        with pytest.raises(ValueError, match="has padding between tokens, expected it at the row's ends"):
+            wrap(make_packed("llama"), native=native).forward_backward(input_kwargs=arguments)
+
+
+def test_windows_and_attention_that_change_later_count() -> None:
+    def change_window(model: Any) -> None:
+        model.config.sliding_window = 2
+
+    def change_attention(model: Any) -> None:
+        model.set_attn_implementation("sdpa")
+
+    for name, change, expected in (
+        ("mistral", change_window, "its masks are others than when the model was wrapped"),
+        ("mistral", change_attention, "layers have a sliding window"),
+        ("llama", change_attention, "its masks are others than when the model was wrapped"),
+    ):
+        model = make_packed(name)
+        wrapped = wrap(copy.deepcopy(model))
+        with torch.no_grad():
+            before = wrapped(**batch("packed")).logits
+            for each in (model, wrapped._original_model):
+                change(each)
+            after = wrapped(**batch("packed")).logits
+            assert torch.equal(after, model(**batch("packed"), use_cache=False).logits)
+        assert wrapped.layers_are_native.reasons_around == {BEFORE: expected}
+        assert name == "llama" or not torch.equal(before, after)
 
 
 @pytest.mark.parametrize("rope", ROPES)
