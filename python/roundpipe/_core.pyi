@@ -890,7 +890,11 @@ class Documents:
     def has_inner_padding(self) -> bool: ...
 
 def find_documents(
-    attention_mask: torch.Tensor | None, positions: torch.Tensor | None, rows: int, tokens: int
+    attention_mask: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    rows: int,
+    tokens: int,
+    labels: torch.Tensor | None = ...,
 ) -> Documents: ...
 def read_documents(table: torch.Tensor, positions: torch.Tensor | None, rows: int, tokens: int) -> Documents: ...
 
@@ -948,7 +952,9 @@ class DecoderCall:
     ) -> None: ...
 
 class EmbeddingConfig:
-    def __init__(self, *, padding_index: int, rotary_scaling: float, rotary_halves: bool) -> None: ...
+    def __init__(
+        self, *, padding_index: int, rotary_scaling: float, rotary_halves: bool, arithmetic: Arithmetic
+    ) -> None: ...
 
 # As DecoderCall; it hands on EMBEDDED, then what is kept.
 class EmbeddingCall:

@@ -155,11 +155,12 @@ void bind_documents(py::module_& module) {
   module.def(
       "find_documents",
       [](const std::optional<at::Tensor>& attention_mask, const std::optional<at::Tensor>& positions, int64_t rows,
-         int64_t tokens) {
-        return find_documents(attention_mask.value_or(at::Tensor()), positions.value_or(at::Tensor()), rows, tokens);
+         int64_t tokens, const std::optional<at::Tensor>& labels) {
+        return find_documents(attention_mask.value_or(at::Tensor()), positions.value_or(at::Tensor()), rows, tokens,
+                              labels.value_or(at::Tensor()));
       },
       py::arg("attention_mask"), py::arg("positions"), py::arg("rows"), py::arg("tokens"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("labels") = std::nullopt, py::call_guard<py::gil_scoped_release>());
   module.def("read_documents", &read_documents, py::arg("table"), py::arg("positions"), py::arg("rows"),
              py::arg("tokens"), py::call_guard<py::gil_scoped_release>());
 }

@@ -220,7 +220,7 @@ Microbatches<Tokens> LanguageModel::cut(Tokens tokens) const {
   for (const runtime::Values& part : detail::cut_inputs(batch, count, options.cut_inputs)) {
     Tokens& made = microbatches.values.emplace_back(join<Tokens>(part));
     made.documents = std::make_shared<ops::Documents>(
-        ops::find_documents(made.attention_mask, made.positions, made.ids.size(0), made.ids.size(1)));
+        ops::find_documents(made.attention_mask, made.positions, made.ids.size(0), made.ids.size(1), made.labels));
   }
   return microbatches;
 }

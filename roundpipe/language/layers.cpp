@@ -92,12 +92,13 @@ std::vector<WeightShape> adapter_shapes_of(const Config& config, const LoraOptio
   return shapes;
 }
 
-Layer embedding_layer(const Config& config, const Tensor& weight, Attention attention) {
+Layer embedding_layer(const Config& config, const Tensor& weight, Attention attention, Arithmetic arithmetic) {
   bool any_slides = false, any_full = false;
   for (const char slides : config.slides) (slides != 0 ? any_slides : any_full) = true;
   const std::optional<ExpertsConfig> balanced = config.router_loss_factor ? config.experts : std::nullopt;
   return layer({{"weight", weight}},
-               [any_slides, any_full, attention, balanced, window = config.window, pad = config.pad_token.value_or(-1),
+               [any_slides, any_full, attention, balanced, is_fast = arithmetic == Arithmetic::kFast,
+                window = config.window, pad = config.pad_token.value_or(-1),
                 rotary = Rotary(config)](const std::vector<Tensor>& own, const Tokens& tokens) {
                  const Tensor& ids = tokens.ids;
                  Hidden hidden;
@@ -106,7 +107,9 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  const models::TokenPlaces places{ids.size(0), ids.size(1), tokens.attention_mask, tokens.positions,
                                                   tokens.documents};
                  const auto mask_of = [&](std::optional<int64_t> seen) {
-                   return models::make_mask(attention, places, ids.device(), {seen, dtype}).value_or(Tensor());
+                   return models::make_mask(attention, places, ids.device(),
+                                            {seen, dtype, is_fast && tokens.documents->padding_is_unread, is_fast})
+                       .value_or(Tensor());
                  };
                  if (any_full) hidden.mask = mask_of(std::nullopt);
                  if (any_slides) hidden.window_mask = mask_of(window);
@@ -252,7 +255,7 @@ std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, cons
     return at::empty(shape, at::TensorOptions(stays_float ? at::kFloat : dtype)).set_requires_grad(!lora);
   };
   const Tensor embedding = weight({config.vocabulary, config.width});
-  std::vector<Layer> layers = {embedding_layer(config, embedding, attention_of(config, options))};
+  std::vector<Layer> layers = {embedding_layer(config, embedding, attention_of(config, options), options.arithmetic)};
   for (int64_t i = 0; i < config.layers; ++i) {
     NamedParameters parameters;
     for (const auto& [name, shape] : decoder_shapes(config, i)) {

@@ -136,7 +136,10 @@ Tensor attention_of(const DecoderConfig& config, const DecoderInputs& inputs, co
   options.dropout = config.training ? config.attention_dropout : 0.0;
   options.scaling = config.scaling;
   if (sinks.defined()) options.sinks = sinks;
-  if (inputs.documents) return ops::packed_attention(query, key, value, *inputs.documents, options);
+  if (inputs.documents) {
+    if (inputs.mask && inputs.mask->dim() == 1) options.starts = inputs.mask;
+    return ops::packed_attention(query, key, value, *inputs.documents, options);
+  }
   const ops::Documents documents = ops::read_documents(*inputs.mask, inputs.positions, query.size(0), query.size(2));
   return ops::packed_attention(query, key, value, documents, options);
 }

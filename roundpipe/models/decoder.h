@@ -71,10 +71,11 @@ at::Tensor rms_norm(const at::Tensor& hidden, const at::Tensor& weight, double e
                     Arithmetic arithmetic = kDefaultArithmetic);
 
 struct DecoderInputs {
-  at::Tensor hidden;               // [rows, tokens, width]
-  at::Tensor cos, sin;             // [rows or 1, tokens, head_dim, or half of it if both halves are the same]
-  std::optional<at::Tensor> mask;  // for kEager added to the scores; for kSdpa as torch takes it; none: causal for
-                                   // kSdpa, no mask for kEager
+  at::Tensor hidden;    // [rows, tokens, width]
+  at::Tensor cos, sin;  // [rows or 1, tokens, head_dim, or half of it if both halves are the same]
+  // For kEager added to the scores; for kSdpa as torch takes it; for kPacked, beside documents, where they begin
+  // (ops::document_starts). None: causal for kSdpa, no mask for kEager.
+  std::optional<at::Tensor> mask;
   Attention attention = Attention::kSdpa;  // kSdpa takes no sinks, nor does kPacked with a mask of another kind
   // For kPacked: the documents of the rows. Null: ops::read_documents reads them from `mask`, if that is a table, and
   // `positions` [rows or 1, tokens], which waits for the device.

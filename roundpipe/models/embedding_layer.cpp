@@ -32,7 +32,10 @@ class EmbeddingCode final : public NativeCode {
     TokenPlaces places{ids.size(0), ids.size(1), {}, {}, call->documents};
     if (call->attention_mask) places.attention_mask = at(*call->attention_mask);
     if (call->positions) places.positions = at(*call->positions);
-    std::optional<Tensor> mask = make_mask(call->attention, places, ids.device(), {});
+    const bool is_fast = config_->arithmetic == Arithmetic::kFast;
+    std::optional<Tensor> mask =
+        make_mask(call->attention, places, ids.device(),
+                  {.padding_may_attend = is_fast && call->documents->padding_is_unread, .gives_starts = is_fast});
     const Tensor positions =
         call->positions ? places.positions : at::arange(ids.size(1), ids.options().dtype(at::kLong)).unsqueeze(0);
     auto [cos, sin] = rotary_tables(positions, tensors_.frequencies, config_->rotary_scaling, hidden.scalar_type(),

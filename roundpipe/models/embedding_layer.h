@@ -20,6 +20,9 @@ struct EmbeddingConfig {
   int64_t padding_index = -1;  // the row of the weight that gets no gradient; -1: none
   double rotary_scaling = 1;
   bool rotary_halves = false;  // see rotary_tables()
+  // kFast: padding that nobody reads attends as it likes (MaskOptions::padding_may_attend), and for kPacked, the mask
+  // is ops::document_starts().
+  Arithmetic arithmetic = kDefaultArithmetic;
 };
 
 struct EmbeddingTensors {

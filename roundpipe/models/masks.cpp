@@ -6,6 +6,8 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/ops/packed_attention.h>
+
 namespace roundpipe::models {
 
 using at::Tensor;
@@ -63,7 +65,8 @@ std::optional<Tensor> make_mask(Attention attention, const TokenPlaces& places, 
   const bool needs_window = options.window && places.tokens >= *options.window;
   switch (attention) {
     case Attention::kPacked:
-      return std::nullopt;
+      if (!options.gives_starts) return std::nullopt;
+      return ops::document_starts(*places.documents).to(device);
     case Attention::kEager:
       return added_mask(seen_tokens(places, device, options.window), options.dtype);
     case Attention::kSdpa:

@@ -26,12 +26,14 @@ struct MaskOptions {
   // Whether padding behind a row's tokens may see padding: what it gets then is of no use, while all tokens get the
   // same. For kSdpa, a batch of such rows needs no mask.
   bool padding_may_attend = false;
+  // Whether kPacked gets ops::document_starts(), with which all documents are computed at once.
+  bool gives_starts = false;
 };
 
 // The mask that a decoder layer takes for these tokens, as transformers makes it: tokens see themselves and what is
 // before them, but no padding; without an attention mask, only their own document. None: plainly causal.
 // kSdpa: bool [rows, 1, tokens, tokens]. kEager: the same in `dtype`, 0 or its least number, and never none. kPacked:
-// none, since such layers take the documents themselves. Does not wait for the device.
+// none, since such layers take the documents themselves, or where they begin. Does not wait for the device.
 std::optional<at::Tensor> make_mask(Attention attention, const TokenPlaces& places, c10::Device device,
                                     const MaskOptions& options);
 

@@ -49,7 +49,8 @@ bool is_padding(int64_t length) { return length < 0; }
 
 }  // namespace
 
-Documents find_documents(const Tensor& attention_mask, const Tensor& positions, int64_t rows, int64_t tokens) {
+Documents find_documents(const Tensor& attention_mask, const Tensor& positions, int64_t rows, int64_t tokens,
+                         const Tensor& labels) {
   Documents documents;
   if (!attention_mask.defined()) {
     documents.rows.assign(static_cast<size_t>(rows), {tokens});
@@ -66,6 +67,11 @@ Documents find_documents(const Tensor& attention_mask, const Tensor& positions, 
     }
   }
   if (positions.defined()) split(documents.rows, positions, tokens);
+  if (labels.defined() && has_padding(documents) && is_right_padded(documents)) {
+    constexpr int64_t kIgnored = -100;
+    const Tensor counts = labels.to(at::kCPU).ne(kIgnored).logical_and(attention_mask.to(at::kCPU).eq(0));
+    documents.padding_is_unread = !counts.any().item<bool>();
+  }
   return documents;
 }
 

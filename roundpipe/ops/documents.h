@@ -12,14 +12,17 @@ namespace roundpipe::ops {
 struct Documents {
   int64_t window = 0;  // tokens that a token sees, itself included; 0: all before it
   std::vector<std::vector<int64_t>> rows;
+  bool padding_is_unread = false;  // rows are padded behind their tokens only, and no label of padding counts
 
   friend bool operator==(const Documents&, const Documents&) = default;
 };
 
 // Finds the documents of a batch, with window 0. `attention_mask` [rows, tokens] is 0 for padding; a document also ends
-// where `positions` [rows or 1, tokens] do not increase by one. Undefined: not given. On the host; otherwise, it waits
-// for the tensors' device.
-Documents find_documents(const at::Tensor& attention_mask, const at::Tensor& positions, int64_t rows, int64_t tokens);
+// where `positions` [rows or 1, tokens] do not increase by one. Undefined: not given. `labels` [rows, tokens], of which
+// -100 does not count: of a batch of which only the loss is read. On the host; otherwise, it waits for the tensors'
+// device.
+Documents find_documents(const at::Tensor& attention_mask, const at::Tensor& positions, int64_t rows, int64_t tokens,
+                         const at::Tensor& labels = {});
 
 // Reads the documents from a table [rows, 1 + n], on any device: the window, then each row's lengths, then zeros. A
 // document also ends where `positions` [rows or 1, tokens] do not increase by one; positions of other dimensions do not

@@ -14,7 +14,7 @@ struct ConsumeHook final : public torch::autograd::PostAccumulateGradHook {
   void operator()(const torch::autograd::Variable& leaf) override {
     at::Tensor gradient = std::move(leaf.mutable_grad());
     leaf.mutable_grad().reset();
-    consumer->consume(std::move(gradient));
+    if (gradient.defined()) consumer->consume(std::move(gradient));  // else its consumer has it already
   }
 
   const std::shared_ptr<GradientConsumer> consumer;

@@ -94,6 +94,10 @@ class _NativePart:
             self._config = self._made(self.around.followed.arithmetic) if self.reason is None else None
         return self._config
 
+    def exact_config(self) -> Any:
+        """Likewise, in exact arithmetic."""
+        return None if self.config() is None else self._made("exact")
+
     def reason_now(self) -> str | None:
         """Why it would not run natively in a call that is made now; None if it would."""
         self.config()
@@ -152,10 +156,6 @@ class NativeHead(_NativePart):
     def tensors_now(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None]:
         """The weight of the norm, and the weight and bias of the head."""
         return self._norm.weight, self._head.weight, self._head.bias
-
-    def exact_config(self) -> _core.HeadConfig | None:
-        """Likewise, in exact arithmetic."""
-        return None if self.config() is None else self._made("exact")
 
     def _made(self, arithmetic: Arithmetic) -> _core.HeadConfig:
         eps, in_float = self._norm.variance_epsilon, self.around.prefix == "GptOss"
@@ -238,4 +238,5 @@ class NativeEmbedding(_NativePart):
             padding_index=-1 if padding is None else padding,
             rotary_scaling=self._rotary.attention_scaling,
             rotary_halves=self.around.prefix == "GptOss",
+            arithmetic=arithmetic,
         )

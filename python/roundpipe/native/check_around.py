@@ -37,7 +37,7 @@ def _batches(vocabulary: int) -> Iterator[dict[str, torch.Tensor]]:
 
 def compare_embedding(native: NativeEmbedding, before: nn.Module) -> str | None:
     """Why the native part before the layers cannot stand for `before`; None if both hand on the same bits."""
-    config, attention = native.config(), native.masks
+    config, attention = native.exact_config(), native.masks
     if config is None or attention is None:
         return native.reason
     weight, frequencies = native.tensors_now()

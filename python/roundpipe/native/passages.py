@@ -185,7 +185,9 @@ class Passages:
         mask, positions = (
             None if place is None else tensors[place] for place in (given.attention_mask, given.positions)
         )
-        documents = _core.find_documents(mask, positions, *shape)
+        only_loss = given.labels is not None and ending.kept is not Kept.ALL
+        labels = tensors[given.labels] if only_loss and given.labels is not None else None
+        documents = _core.find_documents(mask, positions, *shape, labels)
         if self.attention() == "packed" and documents.has_inner_padding():
             return None  # Python refuses it
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0

@@ -153,11 +153,13 @@ void bind_models(py::module_& module) {
            py::arg("attention"), py::arg("experts"), py::arg("mlp_chunk_tokens"), py::arg("outputs"),
            py::arg("inputs"));
   py::class_<models::EmbeddingConfig, std::shared_ptr<models::EmbeddingConfig>>(module, "EmbeddingConfig")
-      .def(py::init([](int64_t padding_index, double rotary_scaling, bool rotary_halves) {
-             return std::make_shared<models::EmbeddingConfig>(
-                 models::EmbeddingConfig{padding_index, rotary_scaling, rotary_halves});
-           }),
-           py::kw_only(), py::arg("padding_index"), py::arg("rotary_scaling"), py::arg("rotary_halves"));
+      .def(
+          py::init([](int64_t padding_index, double rotary_scaling, bool rotary_halves, const std::string& arithmetic) {
+            return std::make_shared<models::EmbeddingConfig>(
+                models::EmbeddingConfig{padding_index, rotary_scaling, rotary_halves, parse_arithmetic(arithmetic)});
+          }),
+          py::kw_only(), py::arg("padding_index"), py::arg("rotary_scaling"), py::arg("rotary_halves"),
+          py::arg("arithmetic"));
   py::class_<EmbeddingCall>(module, "EmbeddingCall")
       .def(py::init([](int ids, std::optional<int> attention_mask, std::optional<int> positions, std::vector<int> kept,
                        const std::string& attention, size_t inputs) {

@@ -9,6 +9,7 @@
 
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/projection.h>
+#include <roundpipe/torch_compat/autograd_nodes.h>
 
 using namespace roundpipe::ops;
 
@@ -142,6 +143,42 @@ TEST_CASE("gated_mlp: a result that nobody reads, with chunks and without") {
     // A chunk's own forward leaves the last product out, too: two of its three, and two for each of three gradients.
     CHECK(products == (chunk == 4 ? 3 * 8 : 6));
     check_same(found, gradients(read, inputs));
+  }
+}
+
+TEST_CASE("project: a gradient goes into a sum as a product, if somebody takes it") {
+  struct Sum final : roundpipe::torch_compat::GradientConsumer {
+    void consume(at::Tensor gradient) override { handed = std::move(gradient); }
+    bool add_product(const at::Tensor& left, const at::Tensor& right) override {
+      if (!takes) return false;
+      product = left.mm(right);
+      return true;
+    }
+    bool takes = true;
+    at::Tensor handed, product;
+  };
+  at::manual_seed(6);
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf, at::kFloat}) {
+    for (const bool takes : {true, false}) {
+      for (const bool is_read : {true, false}) {
+        CAPTURE(takes);
+        CAPTURE(is_read);
+        const at::Tensor input = leaf({2, 7, 12}, dtype), weight = leaf({5, 12}, dtype), bias = leaf({5}, dtype);
+        const at::Tensor given = at::ones({2, 7, 5}, input.options().requires_grad(false));
+        const at::Tensor expected = torch::autograd::grad({project(input, {weight, bias})}, {weight}, {given})[0];
+        const auto sum = std::make_shared<Sum>();
+        sum->takes = takes;
+        roundpipe::torch_compat::consume_gradients(weight, sum);
+        const at::Tensor result = project(input, {weight, bias}, {.is_read = is_read, .sums_products = true});
+        if (is_read) CHECK(result.equal(project(input, {weight, bias})));
+        torch::autograd::backward({result}, {given});
+        const bool summed = takes && dtype != at::kFloat;
+        CHECK(sum->product.defined() == summed);
+        CHECK(sum->handed.defined() == !summed);
+        CHECK((summed ? sum->product : sum->handed).equal(expected));
+        CHECK((input.grad().defined() && bias.grad().defined()));
+      }
+    }
   }
 }
 

@@ -175,6 +175,50 @@ def test_a_loss_in_chunks() -> None:
     assert not torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("side", ["right", "left", "right with labels"])
+def test_padding_that_nobody_reads_needs_no_mask(name: str, side: str) -> None:
+    model = any_model(name)
+    given = batch()
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    padding = slice(-4, None) if side.startswith("right") else slice(0, 4)
+    given["attention_mask"][1:3, padding] = 0
+    if side != "right with labels":
+        given["labels"][given["attention_mask"] == 0] = -100
+    roundpipe.devices("virtual:2")
+    results = []
+    for form in ("fast", "exact"):
+        own = copy.deepcopy(model)
+        wrapped = wrap(own, form, native=True)
+        loss = wrapped.forward_backward(input_kwargs=given)
+        wrapped.synchronize()
+        results.append((float(loss), gradients(own)))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    for parameter, gradient in results[1][1].items():
+        torch.testing.assert_close(results[0][1][parameter], gradient, rtol=1e-3, atol=1e-5)
+    ids, mask, labels = given["input_ids"], given["attention_mask"], given["labels"]
+    documents = _core.find_documents(mask, None, *ids.shape, labels)
+    places = _core.EmbeddingCall(0, 1, None, [], "sdpa", 2)
+    table = torch.ones(31, 4), torch.ones(2)
+    found = []
+    for form in ("fast", "exact"):
+        config = _core.EmbeddingConfig(padding_index=-1, rotary_scaling=1.0, rotary_halves=False, arithmetic=form)
+        found.append(_core.embed(config, places, *table, [ids, mask], documents)[3].numel() == 0)
+    assert found == [side == "right", False]
+
+
+def test_logits_of_padding_are_the_exact_ones() -> None:
+    """Where logits are read, so are those of padding."""
+    model = make("llama")
+    given = batch()
+    given["attention_mask"] = torch.ones_like(given["input_ids"])
+    given["attention_mask"][1:3, -4:] = 0
+    given["labels"][given["attention_mask"] == 0] = -100
+    roundpipe.devices("virtual:1")
+    fast, exact = (wrap(copy.deepcopy(model), form)(**given).logits for form in ("fast", "exact"))
+    torch.testing.assert_close(fast, exact, rtol=1e-4, atol=1e-5)
+
+
 def test_layers_in_python_have_their_bits_and_say_so() -> None:
     model = make("qwen3")
     roundpipe.devices("virtual:1")

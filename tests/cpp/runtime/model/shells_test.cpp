@@ -1,3 +1,4 @@
+#include <roundpipe/core/error.h>
 #include <roundpipe/runtime/model/shells.h>
 
 #include <doctest/doctest.h>
@@ -76,6 +77,33 @@ TEST_SUITE("shells") {
     // A gradient in several parts cannot be told from one that arrives again.
     sink.consume(0, ones());
     CHECK_FALSE(sink.can_retry());
+  }
+
+  TEST_CASE("a sink takes products and gradients in fp32, once, where it has a sum in fp32") {
+    GradientSink sink;
+    sink.reset(3);
+    sink.targets = {at::zeros({2, 2}), at::zeros({2, 2}, at::kDouble), at::Tensor()};
+    const at::Tensor left = at::ones({2, 3}, at::kBFloat16), right = at::ones({3, 2}, at::kBFloat16);
+    sink.begin_microbatch();
+    CHECK(sink.add_product(0, left, right));
+    CHECK_FALSE(sink.add_product(1, left, right));
+    CHECK_FALSE(sink.add_product(2, left, right));
+    CHECK_FALSE(sink.add_product(0, left.to(at::kFloat), right.to(at::kFloat)));
+    CHECK(at::equal(sink.targets[0], at::full({2, 2}, 3.0)));
+    REQUIRE(sink.can_retry());
+    sink.retry();
+    CHECK(sink.add_product(0, left, right));
+    CHECK(at::equal(sink.targets[0], at::full({2, 2}, 3.0)));
+    sink.begin_microbatch();
+    CHECK(sink.add_wide(0, at::full({2, 2}, 0.5)));
+    CHECK_FALSE(sink.add_wide(2, at::ones({2, 2})));
+    CHECK(at::equal(sink.targets[0], at::full({2, 2}, 3.5)));
+    CHECK(sink.add_product(0, left, right));
+    CHECK(at::equal(sink.targets[0], at::full({2, 2}, 6.5)));
+    CHECK_FALSE(sink.can_retry());
+    sink.close(0);
+    sink.begin_microbatch();
+    CHECK_THROWS_AS(sink.add_product(0, left, right), roundpipe::Error);
   }
 }
 
