@@ -70,7 +70,9 @@ def trained(
             wrapped.step(optimizer, max_grad_norm=1.0)
         else:
             loss = wrapped.forward_backward(
-                input_kwargs=batch(packed), loss_fn=lambda outputs: scaler.scale(outputs.loss)
+                input_kwargs=batch(packed),
+                label=batch(packed)["labels"],
+                loss_fn=lambda outputs, _: scaler.scale(outputs.loss),
             )
             wrapped.step(optimizer, max_grad_norm=1.0, scaler=scaler)
         losses.append(loss.detach())

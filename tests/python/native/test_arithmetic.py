@@ -165,6 +165,19 @@ def test_the_same_bits_on_any_devices(name: str) -> None:
     assert not all(torch.equal(found[n], expected[1][n]) for n in found)  # another form has computed
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_lost_devices_and_gradient_groups(groups: int) -> None:
+    model = make("qwen3", torch.bfloat16)
+    config = {"fault_tolerant": True, "gradient_groups": groups}
+    roundpipe.devices("virtual:1")
+    _, losses, expected = trained(model, config=dict(config), microbatches=4)
+    for fault in ("0:error@2", "1:error@7"):
+        pool = roundpipe.devices(f"virtual:3,fail={fault}")
+        _, own, found = trained(model, config=dict(config), microbatches=4)
+        assert own == losses and all(torch.equal(found[name], expected[name]) for name in expected), fault
+        assert list(pool.failed) == [f"virtual:{fault[0]}"]
+
+
 def test_a_loss_in_chunks() -> None:
     model = make("llama", torch.bfloat16)
     roundpipe.devices("virtual:2")
