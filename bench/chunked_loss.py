@@ -1,9 +1,10 @@
 """What do the head and the loss of a language model cost, forward and backward, with and without chunks?
 
 The plain way is `F.linear`, a cast to fp32 and `F.cross_entropy`: the logits of all tokens exist several times. Ours is
-`roundpipe.ops.linear_cross_entropy`, which holds one chunk of them. Liger's fused loss is measured where it runs
-(it needs Triton and an accelerator). All get the same inputs and take one forward and backward in turn, in rounds, each
-round beginning with another one. Before that, losses and gradients are compared with the plain ones.
+`roundpipe.ops.linear_cross_entropy`, which holds one chunk of them, in exact and in fast arithmetic. Liger's fused
+loss is measured where it runs (it needs Triton and an accelerator). All get the same inputs and take one forward and
+backward in turn, in rounds, each round beginning with another one. Before that, losses and gradients are compared with
+the plain ones.
 
 Peak memory is what one forward and backward adds to the inputs at most, gradients included. On the host it is summed up
 from every allocation and release that torch's allocator reports to its profiler, in a run of its own; what the matrix
@@ -26,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from roundpipe.ops import linear_cross_entropy
 
-PLAIN, OURS, LIGER = "plain", "ours", "Liger"
+PLAIN, OURS, FAST, LIGER = "plain", "ours", "ours, fast", "Liger"
 IGNORED = 0.1  # of the tokens
 # Largest distance from the plain loss and gradients, of the largest of their entries.
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.03}
@@ -54,6 +55,7 @@ SIZES = [
     Size(151_936, 256, 1024),
     Size(151_936, 1024, 1024),
     Size(32_000, 256, 1024, torch.bfloat16),
+    Size(151_936, 256, 1024, torch.bfloat16),
 ]
 QUICK_SIZES = [Size(500, 16, 300), Size(1001, 16, 200, torch.bfloat16)]
 
@@ -72,6 +74,10 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
 
 def ours(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return linear_cross_entropy(hidden, weight, labels, reduction="mean")
+
+
+def fast(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return linear_cross_entropy(hidden, weight, labels, reduction="mean", arithmetic="fast")
 
 
 def liger() -> tuple[Loss | None, str]:
@@ -215,7 +221,7 @@ def main() -> None:
     if options.quick:
         sizes, options.rounds = QUICK_SIZES, 2
     report = Report("Head and loss of a language model: chunks against all logits at once", options.out)
-    losses: dict[str, Loss] = {OURS: ours, PLAIN: plain}
+    losses: dict[str, Loss] = {OURS: ours, FAST: fast, PLAIN: plain}
     fused, why = liger()
     if fused is not None:
         losses[LIGER] = fused

@@ -18,36 +18,49 @@ struct CrossEntropy : PlainKernel {
   ROUNDPIPE_ADDRESSES(logits, labels, losses)
 
   struct State {
-    Int64 label;
     float at_label;
     float largest;
-    float sum;
+    float sums[kVector];  // of exponentials, beside the largest one; apart, so that none waits for another
+    int label;            // -1: none
+    bool is_ignored;
   };
   // Exponents are beside this: -inf - -inf is none.
   ROUNDPIPE_CODE float base_of(float largest) const { return largest == -from_bits(0x7f800000u) ? 0.0f : largest; }
   ROUNDPIPE_CODE State begin_row(Int64 item, int) const {
     const Int64 label = labels[item];
-    const bool counts = label != ignored && label >= 0 && label < width;
+    const bool is_ignored = label == ignored, counts = !is_ignored && label >= 0 && label < width;
     // A label out of range has no logit: its loss is NaN.
-    const float none = label == ignored ? 0.0f : from_bits(0x7fc00000u);
-    return {label, counts ? to_float(logits[item * width + label]) : none, -from_bits(0x7f800000u), 0.0f};
+    const float none = is_ignored ? 0.0f : from_bits(0x7fc00000u);
+    State state{counts ? to_float(logits[item * width + label]) : none,
+                -from_bits(0x7f800000u),
+                {},
+                counts ? static_cast<int>(label) : -1,
+                is_ignored};
+    for (int i = 0; i < kVector; ++i) state.sums[i] = 0.0f;
+    return state;
   }
   ROUNDPIPE_CODE void first(const Place& at, State& state) const {
     float x[kVector];
     read(logits + at.item * width + at.first, at.count, aligned, x);
-    float largest = state.largest;
-    for (int i = 0; i < kVector; ++i) largest = i < at.count && x[i] > largest ? x[i] : largest;
-    const float base = base_of(largest);
-    float terms[kVector];
-    for (int i = 0; i < kVector; ++i) terms[i] = exponential(x[i] - base);
-    float sum = state.sum * exponential(state.largest - base);
-    for (int i = 0; i < kVector; ++i) sum = i < at.count ? sum + terms[i] : sum;
-    state.largest = largest;
-    state.sum = sum;
+    int above = 0;
+    for (int i = 0; i < kVector; ++i) above += i < at.count && x[i] > state.largest ? 1 : 0;
+    if (above > 0) {  // seldom, after a row's beginning
+      float largest = state.largest;
+      for (int i = 0; i < kVector; ++i) largest = i < at.count && x[i] > largest ? x[i] : largest;
+      const float share = exponential(state.largest - largest);
+      for (int i = 0; i < kVector; ++i) state.sums[i] = state.sums[i] * share;
+      state.largest = largest;
+    }
+    const float base = base_of(state.largest);
+    for (int i = 0; i < kVector; ++i) {
+      const float term = exponential(x[i] - base);
+      state.sums[i] = state.sums[i] + (i < at.count ? term : 0.0f);
+    }
   }
   ROUNDPIPE_CODE void numbers(const State& state, float* to) const {
+    const float* const sums = state.sums;
     to[0] = state.largest;
-    to[1] = state.sum;
+    to[1] = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
   }
   ROUNDPIPE_CODE void join(float* to, const float* from) const {
     const float largest = to[0] > from[0] ? to[0] : from[0];
@@ -58,19 +71,19 @@ struct CrossEntropy : PlainKernel {
   }
   ROUNDPIPE_CODE void second(const Place& at, State& state, const float* joined) const {
     const float largest = joined[0], sum = joined[1];
-    const bool is_ignored = state.label == ignored;
-    if (at.first == 0) losses[at.item] = is_ignored ? 0.0f : largest - state.at_label + logarithm(sum);
+    if (at.first == 0) losses[at.item] = state.is_ignored ? 0.0f : largest - state.at_label + logarithm(sum);
     if (!writes) return;
     float x[kVector];
     T* const from = logits + at.item * width + at.first;
     read(from, at.count, aligned, x);
-    const float share = 1.0f / sum;
-    for (int i = 0; i < kVector; ++i) {
-      const float one = at.first + i == state.label ? 1.0f : 0.0f;
-      const float probability = exponential(x[i] - largest) * share;
-      x[i] = is_ignored ? probability * 0.0f : probability - one;  // NaN stays, as in torch
-    }
+    const float share = (1.0f / sum) * (state.is_ignored ? 0.0f : 1.0f);  // NaN stays, as in torch
+    for (int i = 0; i < kVector; ++i) x[i] = exponential(x[i] - largest) * share;
     write(from, at.count, aligned, x);
+    const int label = state.label - at.first;
+    if (label < 0 || label >= at.count) return;
+    float probability = 0.0f;
+    for (int i = 0; i < kVector; ++i) probability = i == label ? x[i] : probability;
+    round_to(from[label], probability - 1.0f);
   }
 };
 

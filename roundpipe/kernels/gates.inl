@@ -30,14 +30,37 @@ ROUNDPIPE_CODE void write_every(T* to, int step, int count, bool aligned, const 
   }
 }
 
-// Bounded, where it is the form's; NaN stays.
-ROUNDPIPE_CODE float gate_of(const GateForm& form, float gate) {
-  return form.clamped && gate > form.limit ? form.limit : gate;
-}
-ROUNDPIPE_CODE float up_of(const GateForm& form, float up) {
-  if (!form.clamped) return up;
-  return up > form.limit ? form.limit : up < -form.limit ? -form.limit : up;
-}
+// What a gate computes for one element; NaN stays.
+struct SiluGate {
+  ROUNDPIPE_CODE static float value(const GateForm&, float gate, float up) { return gate * sigmoid(gate) * up; }
+  ROUNDPIPE_CODE static void gradients(const GateForm&, float given, float& gate, float& up) {
+    const float share = sigmoid(gate), slope = share * (1.0f + gate * (1.0f - share));
+    const float of_gate = given * up * slope;
+    up = given * (gate * share);
+    gate = of_gate;
+  }
+};
+
+struct ClampedGate {
+  ROUNDPIPE_CODE static float bounded(const GateForm& form, float gate) {
+    return gate > form.limit ? form.limit : gate;
+  }
+  ROUNDPIPE_CODE static float bounded_both(const GateForm& form, float up) {
+    return up > form.limit ? form.limit : up < -form.limit ? -form.limit : up;
+  }
+  ROUNDPIPE_CODE static float value(const GateForm& form, float gate, float up) {
+    const float x = bounded(form, gate), y = bounded_both(form, up);
+    return (y + 1.0f) * (x * sigmoid(form.alpha * x));
+  }
+  ROUNDPIPE_CODE static void gradients(const GateForm& form, float given, float& gate, float& up) {
+    // A bound that is passed, or is not known to hold, stops the gradient, as in torch.
+    const bool gate_passes = gate <= form.limit, up_passes = up <= form.limit && up >= -form.limit;
+    const float x = bounded(form, gate), y = bounded_both(form, up);
+    const float share = sigmoid(form.alpha * x), slope = share * (1.0f + form.alpha * x * (1.0f - share));
+    gate = gate_passes ? given * (y + 1.0f) * slope : 0.0f;
+    up = up_passes ? given * (x * share) : 0.0f;
+  }
+};
 
 // An item is a row, or a piece of all elements.
 template <typename T>
@@ -59,13 +82,10 @@ struct Gate : PlainKernel {
     const Int64 from = at.item * pitch + at.first * step;
     read_every(gate + from, step, at.count, aligned, g);
     read_every(up + from, step, at.count, aligned, u);
-    for (int i = 0; i < kVector; ++i) {
-      if (form.clamped) {
-        const float x = gate_of(form, g[i]), y = up_of(form, u[i]);
-        g[i] = (y + 1.0f) * (x * sigmoid(form.alpha * x));
-      } else {
-        g[i] = g[i] * sigmoid(g[i]) * u[i];
-      }
+    if (form.clamped) {
+      for (int i = 0; i < kVector; ++i) g[i] = ClampedGate::value(form, g[i], u[i]);
+    } else {
+      for (int i = 0; i < kVector; ++i) g[i] = SiluGate::value(form, g[i], u[i]);
     }
     write(result + at.item * width + at.first, at.count, aligned, g);
   }
@@ -93,16 +113,10 @@ struct GateBackward : PlainKernel {
     read(gradient + at.item * width + at.first, at.count, aligned, d);
     read_every(gate + from, step, at.count, aligned, g);
     read_every(up + from, step, at.count, aligned, u);
-    for (int i = 0; i < kVector; ++i) {
-      const float alpha = form.clamped ? form.alpha : 1.0f;
-      // A bound that is passed, or is not known to hold, stops the gradient, as in torch.
-      const bool gate_passes = !form.clamped || g[i] <= form.limit;
-      const bool up_passes = !form.clamped || (u[i] <= form.limit && u[i] >= -form.limit);
-      const float x = gate_of(form, g[i]), y = up_of(form, u[i]);
-      const float share = sigmoid(alpha * x), offset = form.clamped ? 1.0f : 0.0f;
-      const float slope = share * (1.0f + alpha * x * (1.0f - share));
-      g[i] = gate_passes ? d[i] * (y + offset) * slope : 0.0f;
-      u[i] = up_passes ? d[i] * (x * share) : 0.0f;
+    if (form.clamped) {
+      for (int i = 0; i < kVector; ++i) ClampedGate::gradients(form, d[i], g[i], u[i]);
+    } else {
+      for (int i = 0; i < kVector; ++i) SiluGate::gradients(form, d[i], g[i], u[i]);
     }
     write_every(gate_gradient + from, step, at.count, aligned, g);
     write_every(up_gradient + from, step, at.count, aligned, u);

@@ -27,6 +27,16 @@ ROUNDPIPE_CODE float from_bits(unsigned bits) {
 #endif
 }
 
+ROUNDPIPE_CODE void copy_bits(float& to, unsigned bits) { to = from_bits(bits); }
+ROUNDPIPE_CODE void copy_bits(unsigned& to, float number) { to = bits_of(number); }
+#ifndef ROUNDPIPE_ON_CARD
+// Of vectors.
+template <typename To, typename From>
+ROUNDPIPE_CODE void copy_bits(To& to, const From& from) {
+  __builtin_memcpy(&to, &from, sizeof(to));
+}
+#endif
+
 struct BFloat16 {
   unsigned short bits;
 };
@@ -45,21 +55,35 @@ ROUNDPIPE_CODE float to_float(Float16 number) {
   return from_bits(sign | (exponent == 0x0f800000u ? special : exponent == 0 ? small : plain));
 }
 
-// Rounds to nearest, ties to even; NaN is torch's.
-ROUNDPIPE_CODE void round_to(float& to, float number) { to = number; }
-ROUNDPIPE_CODE void round_to(BFloat16& to, float number) {
-  const unsigned bits = bits_of(number);
-  const unsigned rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  to.bits = static_cast<unsigned short>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+// The bits of a 16-bit format for those of floats: rounded to nearest, ties to even; NaN is torch's. `Unsigned` is one
+// number, or on the host a vector of them, `Float` likewise.
+template <typename Float, typename Unsigned>
+ROUNDPIPE_CODE void round_bits(const Unsigned& bits, Unsigned& rounded, BFloat16) {
+  const Unsigned nearest = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  rounded = (bits & 0x7fffffffu) > 0x7f800000u ? Unsigned{} + 0x7fc0u : nearest;
 }
-ROUNDPIPE_CODE void round_to(Float16& to, float number) {
-  const unsigned bits = bits_of(number), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
-  const unsigned shifted = magnitude - 0x38000000u;
-  const unsigned plain = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;
-  const unsigned small = bits_of(from_bits(magnitude) + 0.5f) - bits_of(0.5f);  // 2^-24 is the last bit of both
-  const unsigned special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
-  const unsigned rounded = magnitude >= 0x47800000u ? special : magnitude < 0x38800000u ? small : plain;
-  to.bits = static_cast<unsigned short>(sign | rounded);
+template <typename Float, typename Unsigned>
+ROUNDPIPE_CODE void round_bits(const Unsigned& bits, Unsigned& rounded, Float16) {
+  const Unsigned sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const Unsigned shifted = magnitude - 0x38000000u;
+  const Unsigned plain = (shifted + 0xfffu + ((shifted >> 13) & 1u)) >> 13;
+  Float small;
+  Unsigned small_bits;
+  copy_bits(small, magnitude);
+  small = small + 0.5f;  // 2^-24 is the last bit of both
+  copy_bits(small_bits, small);
+  small_bits = small_bits - 0x3f000000u;
+  const Unsigned special = magnitude > 0x7f800000u ? Unsigned{} + 0x7e00u : Unsigned{} + 0x7c00u;
+  const Unsigned finite = magnitude < 0x38800000u ? small_bits : plain;
+  rounded = sign | (magnitude >= 0x47800000u ? special : finite);
+}
+
+ROUNDPIPE_CODE void round_to(float& to, float number) { to = number; }
+template <typename Narrow>
+ROUNDPIPE_CODE void round_to(Narrow& to, float number) {
+  unsigned rounded;
+  round_bits<float>(bits_of(number), rounded, Narrow());
+  to.bits = static_cast<unsigned short>(rounded);
 }
 
 // e^x within 2 units in the last place: the polynomial of Moshier's Cephes library (expf).
@@ -151,15 +175,31 @@ ROUNDPIPE_CODE void read(const T* from, int count, bool aligned, float* to) {
   for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[i]) : 0.0f;
 }
 
+#ifndef ROUNDPIPE_ON_CARD
+// A whole vector at once: compilers round one element after the other in longer code.
+ROUNDPIPE_CODE void write_whole(float* to, const float* from) { __builtin_memcpy(to, from, kVector * sizeof(float)); }
+template <typename Narrow>
+ROUNDPIPE_CODE void write_whole(Narrow* to, const float* from) {
+  using Floats __attribute__((vector_size(kVector * sizeof(float)))) = float;
+  using Unsigned __attribute__((vector_size(kVector * sizeof(unsigned)))) = unsigned;
+  using Short __attribute__((vector_size(kVector * sizeof(unsigned short)))) = unsigned short;
+  Unsigned bits, rounded;
+  __builtin_memcpy(&bits, from, sizeof(bits));
+  round_bits<Floats>(bits, rounded, Narrow());
+  const Short narrow = __builtin_convertvector(rounded, Short);
+  __builtin_memcpy(to, &narrow, sizeof(narrow));
+}
+#endif
+
 template <typename T>
 ROUNDPIPE_CODE void write(T* to, int count, bool aligned, const float* from) {
   if (count == kVector && can_move_whole(aligned)) {
+#ifdef ROUNDPIPE_ON_CARD
     Vector<T> all;
     for (int i = 0; i < kVector; ++i) round_to(all.values[i], from[i]);
-#ifdef ROUNDPIPE_ON_CARD
     *reinterpret_cast<Vector<T>*>(to) = all;
 #else
-    __builtin_memcpy(to, &all, sizeof(all));
+    write_whole(to, from);
 #endif
     return;
   }
