@@ -410,7 +410,7 @@ class GradScaler(torch.amp.GradScaler):
         """Restores `resume_state()`, after `load_state_dict`."""
         with self._lock:
             if state["front"] is not None:
-                self._losses.restart(torch.tensor(state["front"], dtype=torch.float32))
+                self._ready().restart(torch.tensor(state["front"], dtype=torch.float32))
             self._updates_on_main = state["updates_on_main"]
 
     def state_dict(self) -> dict[str, Any]:
