@@ -68,8 +68,10 @@ void check_mask(const char* where, const Tensor& mask, bool ends_only) {
 
 const char* const kAdapterFile = "adapter_model.safetensors";
 
-// The loss of a microbatch is the last layer's output.
-constexpr auto kLoss = [](const Tensor& loss) { return loss; };
+// The loss of a microbatch is the last layer's output, times the scale if there is a scaler.
+auto loss_by(GradScaler* scaler) {
+  return [scaler](const Tensor& loss) { return scaler == nullptr ? loss : scaler->scale(loss); };
+}
 
 ModelOptions model_options(const LanguageModelOptions& options) {
   ModelOptions made = options.model;
@@ -211,16 +213,16 @@ Tokens LanguageModel::to_train(const char* where, const LanguageBatch& batch) co
   return tokens;
 }
 
-TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
-  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss);
+TrainResult LanguageModel::forward_backward(const LanguageBatch& batch, GradScaler* scaler) {
+  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), loss_by(scaler));
 }
 
-Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
-  return own().submit(to_train("submit", batch), std::tuple<>(), kLoss);
+Model::Pending LanguageModel::submit(const LanguageBatch& batch, GradScaler* scaler) {
+  return own().submit(to_train("submit", batch), std::tuple<>(), loss_by(scaler));
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss);
+  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), loss_by(nullptr));
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
