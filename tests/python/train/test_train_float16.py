@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import math
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import roundpipe
 from roundpipe.call.loss_function import ScaledOutputs
 from roundpipe.data.balance import balanced_config
+from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
 from roundpipe.train.model import load_model
@@ -138,6 +140,26 @@ def test_a_run_has_the_bits_of_a_loop_with_a_scaler(
     assert 0 < skipped < STEPS
 
 
+@pytest.mark.parametrize("arithmetic", ["exact", "fast"])
+def test_any_number_of_devices_has_the_same_bits(
+    arithmetic: str, config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FP16_ACCUMULATION", "1")  # without effect on virtual devices
+    runs = [
+        config(
+            "loud", arithmetic=arithmetic, microbatches=3, devices=f"virtual:{count}", out=str(tmp_path / str(count))
+        )
+        for count in (1, 3)
+    ]
+    assert [run(each, resume=False) for each in runs] == [0, 0]
+    assert metrics(runs[0]) == metrics(runs[1])
+    assert "virtual:3, fp16 accumulation" in (tmp_path / "3" / "report.html").read_text()
+    monkeypatch.delenv("ROUNDPIPE_FP16_ACCUMULATION")
+    plain = dataclasses.replace(runs[0], out=str(tmp_path / "plain"))
+    assert run(plain, resume=False) == 0
+    assert metrics(plain) == metrics(runs[0])
+
+
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_scaled_losses_of_the_model_have_plain_torchs_gradients(native: bool, rows: int) -> None:
@@ -190,6 +212,21 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     assert run(ours, resume=True) == 0
     assert metrics(ours) == metrics(whole)
     assert 0 < steps_of(ours)[-1]["skipped_steps"] < STEPS
+
+
+@pytest.mark.parametrize("more", [{}, {"asynchronous": True}], ids=str)
+def test_a_run_that_was_killed_goes_on_from_a_checkpoint(
+    more: dict[str, Any], config: Callable[..., TrainConfig], capsys: Any
+) -> None:
+    ours = config("loud", **more, save_every=2, keep=9)
+    assert run(ours, resume=False) == 0
+    expected, out = metrics(ours), Path(ours.out)
+    wait_for_saves(out)
+    for left in ("model", "step-4", "report.html"):  # as if it had ended behind step 3
+        shutil.rmtree(out / left) if (out / left).is_dir() else (out / left).unlink()
+    assert run(ours, resume=True) == 0
+    assert metrics(ours) == expected
+    assert "going on after step 2" in capsys.readouterr().out
 
 
 def test_a_model_whose_values_do_not_fit_ends_the_run(
