@@ -137,8 +137,8 @@ void add_options(CLI::App& app, Options& options) {
       ->capture_default_str();
   app.add_flag("--asynchronous", options.asynchronous, "update weights beside the next step, which reads older ones");
 
-  app.add_option("--dtype", options.dtype, "of the weights: float32 or bfloat16; default: the model's own")
-      ->check(CLI::IsMember({"float32", "bfloat16"}));
+  app.add_option("--dtype", options.dtype, "of the weights: float32, bfloat16 or float16; default: the model's own")
+      ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   app.add_option("--arithmetic", options.arithmetic,
                  "exact: with torch's bits; fast: fused kernels, in less time, with other last bits")
       ->check(CLI::IsMember({"exact", "fast"}))

@@ -21,6 +21,7 @@
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/skipped_steps.h>
 #include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
@@ -42,6 +43,7 @@ int status_after(int signal) { return signal == SIGTERM ? 0 : 128 + signal; }
 
 const char* const kFixed = "roundpipe-train options";
 const char* const kTokens = "roundpipe-train tokens";
+const char* const kSkipped = "roundpipe-train skipped steps";
 
 std::string read_text(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
@@ -94,6 +96,7 @@ struct StepLine {
   double rate;
   Clock::time_point begun, ended;
   Step made;
+  std::optional<double> scale;  // of the loss
 };
 
 // One run of the program.
@@ -125,8 +128,10 @@ class Training {
   Data data_;
   std::optional<std::string> checkpoint_;  // to resume from
   std::optional<StopSignal> stop_;
+  std::unique_ptr<GradScaler> scaler_;  // null: no weights are in float16; outlives the calls of the model
   std::optional<LanguageModel> model_;
   std::optional<Optimizer> optimizer_;
+  SkippedSteps skipped_;
   std::optional<Metrics> metrics_;
   int64_t step_ = 0;  // completed
   std::optional<StepLine> unlogged_;
@@ -175,8 +180,9 @@ void Training::check_memory() {
 
 void Training::resume() {
   if (!checkpoint_) return;
-  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_);
+  const Loaded loaded = load_checkpoint(options_.out, model_->model(), *optimizer_, {.scaler = scaler_.get()});
   step_ = loaded.step;
+  if (scaler_) skipped_ = SkippedSteps(loaded.value(kSkipped).as_int());
   std::printf("resumed from %s\n", loaded.folder.c_str());
 }
 
@@ -234,6 +240,7 @@ int Training::run() {
   stop_.emplace();
   at::manual_seed(options_.seed);  // new adapters are drawn from it
   model_.emplace(options_.model, model_options(options_));
+  if (model_->dtype() == at::kHalf) scaler_ = std::make_unique<GradScaler>();
   if (options_.dry_run) {
     optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
     check_memory();
@@ -274,19 +281,24 @@ void Training::train_steps() {
   LanguageBatch batch = data_.batch(step_);
   Clock::time_point begun = Clock::now();
   while (step_ < end && stop_->signal() == 0) {
-    Model::Pending pending = model_->submit(batch);
+    Model::Pending pending = model_->submit(batch, scaler_.get());
+    std::optional<double> scale;
+    if (scaler_) scale = scaler_->get_scale();
     log();  // of the step before, while the devices work
     if (step_ + 1 < end) batch = data_.batch(step_ + 1);
-    const double loss = pending.finish().loss.item<double>();
+    const double loss = pending.finish().loss.item<double>() / scale.value_or(1);
     const double rate = optimizer_->options().lr;
-    const Step made = model_->model().step(*optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip});
+    const Step made = model_->model().step(
+        *optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip, .scaler = scaler_.get()});
     ++step_;
-    unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made};
+    unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made, scale};
     const bool last = step_ == end;
     const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };
     const bool is_evaluated = data_.held_out().has_value() && is_due(options_.evaluate_every);
     if (is_evaluated) evaluate_now(begun);
-    if (is_due(options_.save_every) || (last && options_.save_every > 0)) save(step_, last);
+    const bool is_saved = is_due(options_.save_every) || (last && options_.save_every > 0);
+    if (is_saved && scaler_) log();  // the checkpoint says how many steps were skipped
+    if (is_saved) save(step_, last);
     // After the save, since a run that goes on from it with more steps would not evaluate here.
     if (data_.held_out() && last && !is_evaluated) evaluate_now(begun);
   }
@@ -298,12 +310,20 @@ void Training::log() {
   const StepLine line = *std::exchange(unlogged_, std::nullopt);
   const double norm = line.made.grad_norm();
   const double seconds = std::chrono::duration<double>(line.ended - line.begun).count();
-  metrics_->add(line.step,
-                {{"loss", line.loss}, {"grad_norm", norm}, {"learning_rate", line.rate}, {"seconds", seconds}});
+  std::vector<std::pair<std::string, double>> values = {
+      {"loss", line.loss}, {"grad_norm", norm}, {"learning_rate", line.rate}, {"seconds", seconds}};
+  std::string scaling;
+  if (line.scale) {
+    skipped_.add(line.step, line.made.skipped(), *line.scale);
+    values.emplace_back("loss_scale", *line.scale);
+    values.emplace_back("skipped_steps", static_cast<double>(skipped_.count()));
+    scaling = concat("  scale ", *line.scale, "  skipped ", skipped_.count());
+  }
+  metrics_->add(line.step, values);
   if (line.step % options_.log_every != 0 && line.step != data_.steps()) return;
   const double tokens = static_cast<double>(data_.rows_of_a_step() * options_.length);
-  std::printf("step %lld/%lld  loss %.4f  norm %.3g  rate %.3g  %.0f tokens/s\n", static_cast<long long>(line.step),
-              static_cast<long long>(data_.steps()), line.loss, norm, line.rate, tokens / seconds);
+  std::printf("step %lld/%lld  loss %.4f  norm %.3g  rate %.3g  %.0f tokens/s%s\n", static_cast<long long>(line.step),
+              static_cast<long long>(data_.steps()), line.loss, norm, line.rate, tokens / seconds, scaling.c_str());
   std::fflush(stdout);
 }
 
@@ -343,6 +363,8 @@ void Training::save(int64_t step, bool wait) {
   std::vector<std::pair<std::string, StateValue>> fixed;
   for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) fixed.emplace_back(name, value);
   saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}};
+  saving.scaler = scaler_.get();
+  if (scaler_) saving.state.emplace_back(kSkipped, skipped_.count());
   saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};
   // The folder of the model holds what is frozen.
   saving.leaves_out = [](const std::string&, const at::Tensor& parameter) { return !parameter.requires_grad(); };

@@ -4,6 +4,7 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/device/fp16_accumulation.h>
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/step_memory.h>
@@ -78,10 +79,11 @@ void bind_device(py::module_& module) {
           "current", [] { return dropped_without_lock(Engine::current()); }, py::call_guard<py::gil_scoped_release>())
       .def_static(
           "set_current",
-          [](const std::string& text) {
-            return dropped_without_lock(Engine::set_current(device::parse_devices(text)));
+          [](const std::optional<std::string>& text, std::optional<bool> fp16_accumulation) {
+            const auto specs = text ? device::parse_devices(*text) : Engine::current()->specs();
+            return dropped_without_lock(Engine::set_current(specs, fp16_accumulation));
           },
-          py::arg("devices"), py::call_guard<py::gil_scoped_release>())
+          py::arg("devices"), py::arg("fp16_accumulation") = py::none(), py::call_guard<py::gil_scoped_release>())
       .def_static("shut_down", &Engine::shut_down, py::call_guard<py::gil_scoped_release>())
       .def("__len__",
            [](Engine& engine) {
@@ -101,6 +103,7 @@ void bind_device(py::module_& module) {
                names.push_back(engine.pool_worker(i).device().torch_device().str());
              return names;
            })
+      .def_property_readonly("fp16_accumulation", &Engine::fp16_accumulation)
       .def("memory_caps",
            [](const Engine& engine) {
              std::vector<int64_t> caps;
@@ -141,6 +144,7 @@ void bind_device(py::module_& module) {
       .def("release_hangs", &Engine::release_hangs)
       .def("hangs", [](Engine& engine, int index) { return engine.pool_worker(index).device().hangs(); });
   module.def("require_engine", &require_engine);
+  module.def("changed_fp16_accumulation", &device::changed_fp16_accumulation, py::arg("saved"), py::arg("own"));
   module.def("require_callers_thread", &require_callers_thread);
   module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);
   py::class_<device::MemoryMeter>(module, "MemoryMeter")

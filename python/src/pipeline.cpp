@@ -1,6 +1,7 @@
 #include <optional>
 
 #include <roundpipe/core/engine_life.h>
+#include <roundpipe/core/skipped_steps.h>
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/pipeline.h>
@@ -146,6 +147,10 @@ void bind_loss_scale(py::module_& module) {
             return LossScale::after_step(before, after, used, backoff_factor).clone();
           },
           py::arg("before"), py::arg("after"), py::arg("used"), py::arg("backoff_factor"));
+  py::class_<SkippedSteps>(module, "SkippedSteps")
+      .def(py::init<int64_t>(), py::arg("before") = 0)
+      .def("add", &SkippedSteps::add, py::arg("step"), py::arg("skipped"), py::arg("scale"))
+      .def_property_readonly("count", &SkippedSteps::count);
 }
 
 }  // namespace

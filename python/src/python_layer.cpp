@@ -2,6 +2,7 @@
 
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/model/loss_scale.h>
 
 #include "interpreter_lock.h"
 #include "models/passage.h"
@@ -124,7 +125,9 @@ class PythonLayer final : public runtime::Layer {
 class PythonLoss final : public runtime::Loss {
  public:
   explicit PythonLoss(const py::object& object)
-      : object_(share(object)), own_parts_(object.attr("own_parts").cast<std::optional<int64_t>>()) {}
+      : object_(share(object)),
+        own_parts_(object.attr("own_parts").cast<std::optional<int64_t>>()),
+        own_scale_(object.attr("own_scale").cast<std::shared_ptr<runtime::LossScale>>()) {}
 
   std::vector<at::Tensor> operator()(const Values& outputs, const Values& label, const LayerContext& context) override {
     const PythonStructure* const structure = structure_of(outputs);
@@ -145,11 +148,13 @@ class PythonLoss final : public runtime::Loss {
  private:
   // The same as `object_` makes of this loss of the model, without Python.
   at::Tensor own_loss(const at::Tensor& of_model) const {
-    return *own_parts_ == 1 ? of_model : of_model.div(*own_parts_);
+    const at::Tensor part = *own_parts_ == 1 ? of_model : of_model.div(*own_parts_);
+    return own_scale_ ? part.mul(own_scale_->use().to(part.device())) : part;
   }
 
   const SharedObject object_;
-  const std::optional<int64_t> own_parts_;  // none: another function of the outputs
+  const std::optional<int64_t> own_parts_;               // none: another function of the outputs
+  const std::shared_ptr<runtime::LossScale> own_scale_;  // null: the loss is not scaled
 };
 
 }  // namespace

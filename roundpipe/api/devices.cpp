@@ -26,7 +26,9 @@ std::vector<DeviceInfo> devices() {
   return infos;
 }
 
-void set_devices(const std::string& devices) { Engine::set_current(device::parse_devices(devices)); }
+void set_devices(const std::string& devices, std::optional<bool> fp16_accumulation) {
+  Engine::set_current(device::parse_devices(devices), fp16_accumulation);
+}
 
 std::vector<std::string> restore_devices() { return Engine::current()->restore(); }
 

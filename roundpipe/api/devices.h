@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,7 +27,13 @@ std::vector<DeviceInfo> devices();
 
 // Replaces the devices, for example by "cuda:0,cuda:1", or "virtual:4" for four devices on the host's cores. For the
 // grammar see device::parse_devices. Throws std::invalid_argument for a text or a device that cannot be.
-void set_devices(const std::string& devices);
+//
+// `fp16_accumulation`: whether products of fp16 matrices on CUDA devices are added up in fp16, at twice the rate on
+// GeForce cards, with fewer bits; unset: whether the environment variable ROUNDPIPE_FP16_ACCUMULATION is 1. This is
+// torch's switch of the whole process, at::Context::setAllowFP16AccumulationCuBLAS. It turns when no device works,
+// which is waited for, and back when the next pool is made or the engine ends. Calls made while the program has it
+// otherwise throw std::invalid_argument. Devices without CUDA compute the same with it and without.
+void set_devices(const std::string& devices, std::optional<bool> fp16_accumulation = std::nullopt);
 
 // Brings devices back that have failed, and returns their names.
 std::vector<std::string> restore_devices();

@@ -69,8 +69,10 @@ void check_mask(const char* where, const Tensor& mask, bool ends_only) {
 
 const char* const kAdapterFile = "adapter_model.safetensors";
 
-// The loss of a microbatch is the last layer's output.
-constexpr auto kLoss = [](const Tensor& loss) { return loss; };
+// The loss of a microbatch is the last layer's output, times the scale if there is a scaler.
+auto loss_by(GradScaler* scaler) {
+  return [scaler](const Tensor& loss) { return scaler == nullptr ? loss : scaler->scale(loss); };
+}
 
 ModelOptions model_options(const LanguageModelOptions& options) {
   ModelOptions made = options.model;
@@ -231,16 +233,16 @@ RunOptions LanguageModel::options_of_cut() const {
   return options;
 }
 
-TrainResult LanguageModel::forward_backward(const LanguageBatch& batch) {
-  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), kLoss, options_of_cut());
+TrainResult LanguageModel::forward_backward(const LanguageBatch& batch, GradScaler* scaler) {
+  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), loss_by(scaler), options_of_cut());
 }
 
-Model::Pending LanguageModel::submit(const LanguageBatch& batch) {
-  return own().submit(to_train("submit", batch), std::tuple<>(), kLoss, options_of_cut());
+Model::Pending LanguageModel::submit(const LanguageBatch& batch, GradScaler* scaler) {
+  return own().submit(to_train("submit", batch), std::tuple<>(), loss_by(scaler), options_of_cut());
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), kLoss, options_of_cut());
+  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), loss_by(nullptr), options_of_cut());
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {

@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/api/model.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/layers.h>
@@ -71,8 +72,9 @@ class LanguageModel {
   // The loss is the mean over the labels that count in the whole batch, whatever the microbatches. The loss of routers,
   // of models that have it, is that of each microbatch, weighted by its share of these labels.
   // They throw std::invalid_argument for a batch that does not fit the model, or without a label that counts.
-  TrainResult forward_backward(const LanguageBatch& batch);
-  Model::Pending submit(const LanguageBatch& batch);
+  // With a scaler, for weights in fp16, losses are multiplied by its scale, as is the loss of the result.
+  TrainResult forward_backward(const LanguageBatch& batch, GradScaler* scaler = nullptr);
+  Model::Pending submit(const LanguageBatch& batch, GradScaler* scaler = nullptr);
   MemoryPrediction predict_memory(const LanguageBatch& batch);
 
   // The loss of a batch without gradients and dropouts, by the newest weights: it settles an asynchronous step, as

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -23,7 +24,8 @@ std::optional<c10::OperatorHandle> found_product() {
 
 }  // namespace
 
-bool has_wide_product(c10::DeviceType device) {
+bool has_wide_product(c10::DeviceType device, at::ScalarType dtype) {
+  if (dtype == at::kHalf && at::globalContext().allowFP16AccumulationCuBLAS()) return false;
   const std::optional<c10::OperatorHandle> product = found_product();
   return product && device != c10::kMeta &&
          product->hasKernelForDispatchKey(c10::computeDispatchKey(at::kFloat, c10::kStrided, device));
@@ -37,7 +39,7 @@ void add_wide_product(const at::Tensor& sums, const at::Tensor& left, const at::
     at::addmm_out(to, to, left, right, before, scale);
     return;
   }
-  if (has_wide_product(sums.device().type())) {
+  if (has_wide_product(sums.device().type(), left.scalar_type())) {
     found_product()->typed<WideProduct>().call(to, left, right, at::kFloat, before, scale, to);
     return;
   }

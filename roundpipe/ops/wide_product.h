@@ -13,7 +13,8 @@ namespace roundpipe::ops {
 void add_wide_product(const at::Tensor& sums, const at::Tensor& left, const at::Tensor& right, double scale,
                       int64_t scratch, bool add = true);
 
-// Whether a device has a product of 16-bit matrices with an fp32 result.
-bool has_wide_product(c10::DeviceType device);
+// Whether a device has a product of matrices of this 16-bit dtype with an fp32 result. Not of fp16 while torch adds
+// fp16 products up in fp16 (device/fp16_accumulation.h): no card has shown yet that the two work together.
+bool has_wide_product(c10::DeviceType device, at::ScalarType dtype);
 
 }  // namespace roundpipe::ops

@@ -113,7 +113,8 @@ Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : name
   const runtime::Pipeline& pipeline = *model.shared_pipeline();
   pipeline.wait_buffers();
   for (const auto& [name, buffer] : names_.buffers) add(kWeights, {name, buffer.detach().clone(), std::nullopt});
-  const int devices = runtime::Engine::current()->pool_size();
+  const std::shared_ptr<runtime::Engine> pool = runtime::Engine::current();
+  const int devices = pool->pool_size();
   state_["step"] = step;
   state_["steps"] = step;
   state_["versions"] = {{"roundpipe", ROUNDPIPE_VERSION}, {"torch", TORCH_VERSION}};
@@ -127,6 +128,7 @@ Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : name
   if (const std::optional<int64_t> bytes = chunk_logit_bytes(model))
     state_["pipelines"][""]["chunk_logit_bytes"] = *bytes;
   state_["devices"] = devices;
+  state_["fp16_accumulation"] = pool->fp16_accumulation();
   state_["dtypes"] = ordered_json::object();
   state_["outside"] = ordered_json::object();
   state_["tied"] = ordered_json::object();

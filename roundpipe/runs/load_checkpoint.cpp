@@ -12,6 +12,7 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_chunks.h>
+#include <roundpipe/device/fp16_accumulation.h>
 #include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/run_folders.h>
@@ -249,6 +250,9 @@ void keep_chunks(const json& pipeline, Model& model) {
 
 // Restores counters and seeds, and the number of microbatches, which belongs to the bits.
 void load_run(const StoredCheckpoint& stored, Model& model) {
+  const std::string added = device::changed_fp16_accumulation(stored.state().value("fp16_accumulation", false),
+                                                              runtime::Engine::current()->fp16_accumulation());
+  if (!added.empty()) tell_user(added);
   const json& pipelines = stored.state().at("pipelines");
   if (!pipelines.contains("")) return;
   const json& saved = pipelines.at("");

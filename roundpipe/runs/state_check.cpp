@@ -156,6 +156,12 @@ class Check {
     }
   }
 
+  void pool(const json& state) const {
+    const auto adds = state.find("fp16_accumulation");
+    if (adds != state.end() && !adds->is_boolean())
+      refuse("'fp16_accumulation' is ", adds->dump(), ", expected a boolean");
+  }
+
   void pipelines(const json& state) const {
     for (const auto& [path, pipeline] : table(state, "pipelines").items()) {
       for (const char* const name : {"calls", "random_seed"}) {
@@ -282,6 +288,7 @@ void check_state(const json& state, StateKind kind, const StoredSection& tensors
   if (kind != StateKind::kRank) {
     if (state.contains("optimizer")) check.optimizer(state);
     if (state.contains("scaler")) check.scaler(state);
+    check.pool(state);
     if (state.contains("lr_schedulers")) {
       for (const json& entry : member(state, "lr_schedulers", Type::array, where)) check.given(entry, "lr_schedulers");
     }

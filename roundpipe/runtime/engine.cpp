@@ -12,6 +12,7 @@
 
 #include <roundpipe/cluster/channel.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/device/fp16_accumulation.h>
 #include <roundpipe/device/make_devices.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -71,8 +72,10 @@ struct Pools {
   std::shared_ptr<Engine> current ROUNDPIPE_GUARDED_BY(mutex);
   std::vector<std::weak_ptr<Engine>> all ROUNDPIPE_GUARDED_BY(mutex);
   bool ends_at_exit ROUNDPIPE_GUARDED_BY(mutex) = false;
+  device::Fp16AccumulationSwitch fp16_accumulation ROUNDPIPE_GUARDED_BY(mutex);
 
-  std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs) ROUNDPIPE_REQUIRES(mutex) {
+  std::shared_ptr<Engine> make(const std::vector<device::DeviceSpec>& specs, bool adds_in_fp16)
+      ROUNDPIPE_REQUIRES(mutex) {
     require_engine();
     // Registered late, so that it runs before most of what libraries and the user's statics do at process exit; after
     // torch's table of accelerators is made, since threads that end look there.
@@ -80,11 +83,20 @@ struct Pools {
       at::getAccelerator(false);
       std::atexit(end_at_exit);
     }
-    const std::shared_ptr<Engine> engine(new Engine(specs), end_pool);
+    const std::shared_ptr<Engine> engine(new Engine(specs, adds_in_fp16), end_pool);
     std::erase_if(all, [](const std::weak_ptr<Engine>& old) { return old.expired(); });
     all.push_back(engine);
     optim::ThreadPool::leave_cores(engine->size());
     return engine;
+  }
+
+  // Those that have not ended.
+  std::vector<std::shared_ptr<Engine>> living() const ROUNDPIPE_REQUIRES(mutex) {
+    std::vector<std::shared_ptr<Engine>> found;
+    for (const std::weak_ptr<Engine>& pool : all) {
+      if (std::shared_ptr<Engine> engine = pool.lock()) found.push_back(std::move(engine));
+    }
+    return found;
   }
 };
 Pools& pools() {
@@ -101,11 +113,12 @@ void renew_torch_threads() {
 }  // namespace
 
 // In this order, since devices have threads.
-Engine::Engine(const std::vector<device::DeviceSpec>& specs)
-    : Engine(specs, (engine_begins(), renew_torch_threads(), device::make_devices(specs))) {}
+Engine::Engine(const std::vector<device::DeviceSpec>& specs, bool fp16_accumulation)
+    : Engine(specs, (engine_begins(), renew_torch_threads(), device::make_devices(specs)), fp16_accumulation) {}
 
-Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices)
-    : specs_(specs), meter_(static_cast<int>(devices.size())) {
+Engine::Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices,
+               bool fp16_accumulation)
+    : specs_(specs), fp16_accumulation_(fp16_accumulation), meter_(static_cast<int>(devices.size())) {
   engine_begins();
   torch_compat::settle_vector_math();
   double watchdog_ms = 0;
@@ -174,24 +187,56 @@ std::shared_ptr<Engine> Engine::current() {
     engine_begins();
     const char* wanted = std::getenv("ROUNDPIPE_DEVICES");
     const bool given = wanted != nullptr && *wanted != '\0';
-    pools().current = pools().make(given ? device::parse_devices(wanted) : device::default_devices());
+    const bool adds_in_fp16 = device::wants_fp16_accumulation();
+    pools().current = pools().make(given ? device::parse_devices(wanted) : device::default_devices(), adds_in_fp16);
+    pools().fp16_accumulation.turn(adds_in_fp16);
   }
   return pools().current;
 }
 
-std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs) {
+std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec>& specs,
+                                            std::optional<bool> fp16_accumulation) {
   require_engine();
   require_callers_thread();
   wait_for_ended_pools();
+  const bool adds_in_fp16 = fp16_accumulation ? *fp16_accumulation : device::wants_fp16_accumulation();
   std::shared_ptr<Engine> engine;
-  std::shared_ptr<Engine> old;  // dropped after the lock is released, since that may join threads
-  const MutexLock lock(pools().mutex);
-  // The new pool must not find memory taken that the old one keeps for later jobs.
-  for (int i = 0; pools().current && i < pools().current->pool_size(); ++i) pools().current->pool_worker(i).trim();
-  engine = pools().make(specs);
-  old = std::move(pools().current);
-  pools().current = engine;
-  return engine;
+  // Dropped after the lock is released, since that may join threads.
+  std::shared_ptr<Engine> old;
+  std::vector<std::shared_ptr<Engine>> living;
+  {
+    const MutexLock lock(pools().mutex);
+    // The new pool must not find memory taken that the old one keeps for later jobs.
+    for (int i = 0; pools().current && i < pools().current->pool_size(); ++i) pools().current->pool_worker(i).trim();
+    engine = pools().make(specs, adds_in_fp16);
+  }
+  while (true) {
+    {
+      const MutexLock lock(pools().mutex);
+      device::Fp16AccumulationSwitch& torch = pools().fp16_accumulation;
+      living = torch.turns(adds_in_fp16) ? pools().living() : std::vector<std::shared_ptr<Engine>>{};
+      if (while_idle(living, [&] { torch.turn(adds_in_fp16); })) {
+        old = std::move(pools().current);
+        pools().current = engine;
+        return engine;
+      }
+    }
+    // Without the lock, since layers and losses may ask for the pool.
+    for (const std::shared_ptr<Engine>& pool : living) pool->wait_idle();
+  }
+}
+
+bool Engine::while_idle(const std::vector<std::shared_ptr<Engine>>& pools, const std::function<void()>& work) {
+  std::vector<std::unique_lock<Mutex>> submissions;
+  for (const std::shared_ptr<Engine>& pool : pools) submissions.emplace_back(pool->mutex_);
+  for (const std::shared_ptr<Engine>& pool : pools) {
+    for (Worker* worker : pool->live()) {
+      const MutexLock lock(worker->queue().mutex());
+      if (!worker->queue().jobs().empty()) return false;
+    }
+  }
+  work();
+  return true;
 }
 
 void Engine::shut_down() {
@@ -213,6 +258,8 @@ void Engine::shut_down() {
   cluster::Channel::drain_all();
   UpdateThread::instance().stop();
   wait_for_ended_pools();
+  const MutexLock lock(pools().mutex);
+  pools().fp16_accumulation.restore();
 }
 
 std::vector<Worker*> Engine::live() const {
@@ -240,6 +287,7 @@ void Engine::submit(const std::vector<JobPtr>& runs) {
   require_engine();
   if (runs.empty()) return;
   require_devices();
+  device::require_fp16_accumulation(fp16_accumulation_);
   const std::vector<Worker*> devices = live();
   std::vector<std::unique_lock<Mutex>> queues;
   for (Worker* worker : devices) queues.emplace_back(worker->queue().mutex());

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -22,9 +23,11 @@ namespace roundpipe::runtime {
 // its watchdog has given up and whose threads still have not ended.
 class Engine {
  public:
-  explicit Engine(const std::vector<device::DeviceSpec>& specs);
+  // `fp16_accumulation`: as torch's switch is to be while calls begin, see device/fp16_accumulation.h.
+  explicit Engine(const std::vector<device::DeviceSpec>& specs, bool fp16_accumulation = false);
   // Uses devices that were made elsewhere, one for each of `specs`.
-  Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices);
+  Engine(const std::vector<device::DeviceSpec>& specs, std::vector<std::unique_ptr<device::Device>> devices,
+         bool fp16_accumulation = false);
   ~Engine();
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -32,8 +35,11 @@ class Engine {
   // The current pool; made from default_devices() if none was set. Throws Error if the engine cannot run, see
   // core/engine_life.h.
   static std::shared_ptr<Engine> current();
-  // Replaces the pool with one of `specs` and returns it. The old pool ends with the last call that uses it.
-  static std::shared_ptr<Engine> set_current(const std::vector<device::DeviceSpec>& specs);
+  // Replaces the pool with one of `specs` and returns it. The old pool ends with the last call that uses it. The new
+  // one has torch's switch of fp16 accumulation turned; if that changes it, all pools finish the jobs that they have
+  // first. Unset: as the environment says.
+  static std::shared_ptr<Engine> set_current(const std::vector<device::DeviceSpec>& specs,
+                                             std::optional<bool> fp16_accumulation = std::nullopt);
   // Ends the engine for good: finishes the work of every pool, including steps, and ends all threads. Calls made
   // meanwhile complete or throw Error; later ones throw. Runs at process exit (std::atexit) unless it was called
   // before, for example by an interpreter that ends earlier. Not from a thread of the engine. Does nothing in a process
@@ -74,11 +80,13 @@ class Engine {
   c10::DeviceType device_type() { return worker(0).device().torch_device().type(); }
   bool wants_pinned_host_memory() { return worker(0).device().wants_pinned_host_memory(); }
   const std::vector<device::DeviceSpec>& specs() const { return specs_; }
+  bool fp16_accumulation() const { return fp16_accumulation_; }
 
   // Queues jobs on their devices, in the order of their positions. They go behind all queued jobs, on all devices at
   // once, so that submissions from several threads cannot wait for each other in a circle. If only calls of the same
   // model are queued, a job goes before waiting jobs of later position instead. Then all devices agree on one order:
-  // jobs that have begun on any device, and those before them, stay in front.
+  // jobs that have begun on any device, and those before them, stay in front. Throws std::invalid_argument if torch's
+  // switch of fp16 accumulation is not the pool's.
   void submit(const std::vector<std::shared_ptr<JobRun>>& runs) ROUNDPIPE_NOT_ANALYZED;
 
   // `run` is checked (see JobCheck), and the bits of its second run differ. Sees to it that both devices and a third
@@ -107,6 +115,9 @@ class Engine {
   };
 
   void stop();
+  // Does `work` while no device of `pools` has jobs and none are submitted, and returns whether that was so.
+  static bool while_idle(const std::vector<std::shared_ptr<Engine>>& pools,
+                         const std::function<void()>& work) ROUNDPIPE_NOT_ANALYZED;
   std::vector<Worker*> live() const;
   std::vector<int> numbers(bool (Worker::*counts)() const) const;
   std::unique_ptr<Worker> make_worker(int index, std::unique_ptr<device::Device> device);
@@ -120,6 +131,7 @@ class Engine {
   static void attempt_again(const std::vector<Worker*>& devices, Aftermath& aftermath) ROUNDPIPE_NOT_ANALYZED;
 
   const std::vector<device::DeviceSpec> specs_;
+  const bool fp16_accumulation_;
   MachineMeter meter_;
   std::shared_ptr<Overseer> overseer_;  // wakes outlive this
   Mutex overseen_;                      // taken before all others

@@ -40,6 +40,11 @@ class DevicePool:
         return f"{kind},memory={_core.format_bytes(limit).replace(' ', '')}" if limit else kind
 
     @property
+    def fp16_accumulation(self) -> bool:
+        """Whether products of fp16 matrices on CUDA devices are added up in fp16."""
+        return self._engine.fp16_accumulation
+
+    @property
     def torch_devices(self) -> list[str]:
         """Where each device's tensors live for torch, for example "cuda:0"; "cpu" for virtual devices."""
         return list(self._engine.torch_devices())
@@ -128,7 +133,7 @@ class DevicePool:
         return report
 
 
-def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
+def devices(spec: str | Sequence[str] | None = None, *, fp16_accumulation: bool | None = None) -> DevicePool:
     """Sets or returns the pool of devices.
 
     Args:
@@ -146,16 +151,24 @@ def devices(spec: str | Sequence[str] | None = None) -> DevicePool:
             for a device's layers (by default as many as the process uses, which gives the bits of a plain loop),
             `debug` (fills freed device memory with NaN), `fail=` a fault on purpose, for example `fail=error@30` or,
             for device `virtual:2` only, `fail=2:hang@30` (see docs/devices.md).
+        fp16_accumulation: whether products of fp16 matrices on CUDA devices are added up in fp16, at twice the rate on
+            GeForce cards, with fewer bits (see docs/float16.md). Without it, a new pool does what the environment
+            variable ROUNDPIPE_FP16_ACCUMULATION says: 1, or 0 as without one. With it and no spec, the current
+            devices are made anew. It is torch's `torch.backends.cuda.matmul.allow_fp16_accumulation`, a switch of the
+            whole process: work that runs is waited for before it turns, and it turns back when the next pool is made
+            or the engine ends. A call made while the program has it otherwise raises ValueError.
 
     Raises:
         ValueError: the spec cannot be parsed, or an accelerator in it does not exist.
     """
     global _has_caps
-    if spec is None:
-        engine = _core.Engine.current()
+    is_new = spec is not None or fp16_accumulation is not None
+    if is_new:
+        text = spec if spec is None or isinstance(spec, str) else ",".join(spec)
+        engine = _core.Engine.set_current(text, fp16_accumulation)
     else:
-        engine = _core.Engine.set_current(spec if isinstance(spec, str) else ",".join(spec))
-    if spec is not None or not _has_caps:
+        engine = _core.Engine.current()
+    if is_new or not _has_caps:
         cap_cards(zip(engine.torch_devices(), engine.memory_caps(), strict=True))
         stand_in(engine.torch_devices())
         _has_caps = True

@@ -22,6 +22,7 @@ def of_model(kind: str, layers: int | None, named: Iterable[tuple[str, Tensor]])
     told = {
         "the version of roundpipe": package_version(),
         "the version of torch": torch.__version__,
+        "fp16 accumulation": str(torch.backends.cuda.matmul.allow_fp16_accumulation),
         "the class": kind,
         "the number of layers": str(layers),
     }

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.call.loss_function import OwnLoss
+from roundpipe.call.loss_function import LossScaler, OwnLoss
 from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
 from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
@@ -417,9 +417,10 @@ class LanguageModel:
         return found.reduction is Reduction.SUM or (bool(found.honours_items) and is_part_of_a_sum(arguments))
 
     @staticmethod
-    def mean_loss(microbatches: int) -> OwnLoss:
-        """A loss_fn that returns the model's own loss, scaled so that the microbatches' losses sum to the batch's."""
-        return OwnLoss(loss_in, microbatches)
+    def mean_loss(microbatches: int, scaler: LossScaler | None = None) -> OwnLoss:
+        """A loss_fn that returns the model's own loss, such that the microbatches' losses sum to the batch's, times the
+        scale of `scaler`."""
+        return OwnLoss(loss_in, microbatches, scaler)
 
 
 def _positions(arguments: dict[str, Any]) -> int | None:

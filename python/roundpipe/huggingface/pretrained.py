@@ -48,7 +48,8 @@ def from_pretrained(
             there are slower than from page-locked memory. Weights that are stored in another dtype, or made of several
             tensors, are loaded into memory all the same.
         **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
-            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files.
+            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files. Training in
+            torch.float16 needs a `GradScaler` (docs/float16.md).
 
     Returns:
         The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes a folder

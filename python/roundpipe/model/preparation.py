@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from roundpipe.call.joint_plan import RunType
-from roundpipe.call.loss_function import outputs_as_loss
+from roundpipe.call.loss_function import ScaledOutputs, is_own_loss
 from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
@@ -76,7 +76,7 @@ class Preparation:
         """The request of one `forward_backward`."""
         args = tuple(given.input_args) if isinstance(given.input_args, (list, tuple)) else (given.input_args,)
         kwargs = dict(given.input_kwargs or {})
-        own_loss = self.followed is not None and given.loss_fn is outputs_as_loss
+        own_loss = self.followed is not None and is_own_loss(given.loss_fn)
         if given.count is not None and not own_loss:
             given.count.note_users_loss()
         count = given.count if own_loss else None
@@ -88,7 +88,8 @@ class Preparation:
             adds = self.followed.adds_losses(args, kwargs)
             config = adding_losses(config) if adds else config
             parts = 1 if adds else len(batch)
-            loss_fn = self.followed.mean_loss(parts) if own_loss else self.followed.seen_by(loss_fn, parts)
+            scaler = loss_fn.scaler if isinstance(loss_fn, ScaledOutputs) else None
+            loss_fn = self.followed.mean_loss(parts, scaler) if own_loss else self.followed.seen_by(loss_fn, parts)
         label_parts, changeable_label = owned(split_label(given.label, len(batch), config.split_label, rows))
         labels = [split(to_host(part, given.where)) for part in label_parts]
         route = route_of(config, "fused", self.layers)

@@ -173,7 +173,7 @@ def check_packing(model: Any) -> None:
         model: a causal language model, in the pipeline or plain. It is put into evaluation mode for the check.
 
     Raises:
-        ValueError: samples affect each other.
+        ValueError: samples affect each other, or the model computes inf or NaN.
     """
     text_config = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
@@ -182,7 +182,14 @@ def check_packing(model: Any) -> None:
     tokens[:, 5:] = tokens[0, 5:]
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]]).repeat(2, 1)
     with evaluation_mode(model), torch.no_grad():
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:].float()
+        own = model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 5:]
+    logits = own.float()
+    if not logits.isfinite().all():
+        raise ValueError(
+            f"[check_packing] logits of {text_config.model_type} in {str(own.dtype).removeprefix('torch.')} are inf or "
+            "NaN, expected numbers, which show whether samples in one row affect each other; if values of the model do "
+            "not fit that type, load it in bfloat16 or float32"
+        )
     difference = float((logits[0] - logits[1]).abs().max())
     if not difference <= 1e-2 * float(logits.abs().max()):
         raise ValueError(

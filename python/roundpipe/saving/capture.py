@@ -323,6 +323,7 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
         steps=group.steps,
         versions=_versions(),
         devices=len(devices()),
+        fp16_accumulation=devices().fp16_accumulation,
         dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
         outside={
             name: _core.sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters

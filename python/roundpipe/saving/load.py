@@ -306,6 +306,9 @@ def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> No
     """Restores counters and seeds, and the number of microbatches, which belongs to the bits."""
     group = model._step_group
     group.steps = stored.state["steps"]
+    added_in_fp16 = stored.state.get("fp16_accumulation", False)
+    if changed := _core.changed_fp16_accumulation(added_in_fp16, devices().fp16_accumulation):
+        print(changed, file=sys.stderr)
     if group.joint is not None:
         group.joint.counts.load(own.loss_counts)
     for path, pipe in group.models.pipes():

@@ -214,6 +214,10 @@ class GradScaler(torch.amp.GradScaler):
         if self._current is not None:
             self._losses.restart(self._current)
 
+    def loss_scale(self) -> _core.LossScale | None:
+        """The engine's part, for losses that it makes itself; None if disabled."""
+        return self._ready() if self._enabled else None
+
     def _ready(self) -> _Losses:
         """The scales of the losses, once there is one."""
         with self._lock:
@@ -410,7 +414,7 @@ class GradScaler(torch.amp.GradScaler):
         """Restores `resume_state()`, after `load_state_dict`."""
         with self._lock:
             if state["front"] is not None:
-                self._losses.restart(torch.tensor(state["front"], dtype=torch.float32))
+                self._ready().restart(torch.tensor(state["front"], dtype=torch.float32))
             self._updates_on_main = state["updates_on_main"]
 
     def state_dict(self) -> dict[str, Any]:

@@ -69,8 +69,12 @@ class TrainConfig:
     ] = ""
     seed: Annotated[int, _option(_RUN, "Of new adapters, dropout, the order of rows, and what is held out.")] = 0
     dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        _option(_RUN, "Of the weights (default: that of the model's files).", show_default=False),
+        Literal["float32", "bfloat16", "float16"] | None,
+        _option(
+            _RUN,
+            "Of the weights (default: that of the model's files). With float16, losses are scaled.",
+            show_default=False,
+        ),
     ] = None
 
     arithmetic: Annotated[

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 import roundpipe
+from roundpipe.call.loss_function import ScaledOutputs, outputs_as_loss
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_sum
@@ -19,6 +22,7 @@ from roundpipe.memory.host import resident_bytes
 from roundpipe.step.binding import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
+from roundpipe.train.loss_scaling import LossScaling
 from roundpipe.train.nodes import RunNodes
 
 
@@ -31,6 +35,8 @@ class StepRecord:
         busy: share of the latest steps' time in which the devices computed, from 0 to 1; None: not measured yet.
         device_bytes: most memory that any device has had in use.
         host_bytes: of the process, now.
+        loss_scale: by which its loss was multiplied, of which `loss` shows nothing; None: no weights are in float16.
+        skipped_steps: how many steps of the run, up to this one, changed nothing, as a gradient was inf or NaN.
     """
 
     step: int
@@ -42,6 +48,8 @@ class StepRecord:
     busy: float | None = None
     device_bytes: int = 0
     host_bytes: int = 0
+    loss_scale: float | None = None
+    skipped_steps: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -59,7 +67,12 @@ class StepRecord:
             "devices_busy": self.busy,
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,
-        }
+        } | self._scaling()
+
+    def _scaling(self) -> dict[str, Any]:
+        if self.loss_scale is None:
+            return {}
+        return {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
 
 
 @dataclass(frozen=True)
@@ -91,6 +104,7 @@ class _Begun:
         pending: this node's call; None: the node has no rows.
         labels: of its rows, that count.
         tokens: of the whole batch.
+        scale: by which the loss is multiplied; None: it is not.
     """
 
     step: int
@@ -99,6 +113,7 @@ class _Begun:
     made: Step
     rate: float
     tokens: int
+    scale: float | None
 
 
 class Training:
@@ -130,6 +145,7 @@ class Training:
     ) -> None:
         self._config, self._model, self._optimizer, self._schedule = config, model, optimizer, schedule
         self._data, self._folder, self._nodes = data, folder, nodes
+        self._scaling = LossScaling() if _has_float16(model) else None
         self._journal: roundpipe.RunJournal | None = None
         self._observer: Observer | None = None
         self._since = 0.0
@@ -143,7 +159,8 @@ class Training:
             self._model,
             self._optimizer,
             lr_scheduler=self._schedule,
-            state={"data": self._data.train},
+            scaler=self._scaler,
+            state=self._own_state(),
         )
         self.step = loaded.step
         return self.step
@@ -198,24 +215,29 @@ class Training:
 
     def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
         rows = self._nodes.rows_of(batch)
-        pending, labels = None, 0
+        pending, labels, scaler = None, 0, self._scaler
         if rows is not None:
             cut = balanced_config(rows, self._config.microbatches)
-            pending = self._model.submit(input_kwargs=rows, run_config=cut)
+            loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
+            pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=cut)
             labels = count_label_tokens(rows["labels"])
+        scale = None if scaler is None else scaler.get_scale()
         rate = float(self._optimizer.param_groups[0]["lr"])
         made = self._model.step(
             self._optimizer,
             self._config.asynchronous,
+            scaler=scaler,
             max_grad_norm=self._config.clip or math.inf,
             lr_scheduler=self._schedule,
         )
         mask = batch.get("attention_mask")
         tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
-        return _Begun(step, pending, labels, made, rate, tokens)
+        return _Begun(step, pending, labels, made, rate, tokens, scale)
 
     def _read(self, begun: _Begun) -> None:
-        loss, norm = self._loss_of(begun), begun.made.grad_norm
+        loss, norm, skipped = self._loss_of(begun), begun.made.grad_norm, 0
+        if self._scaling is not None and begun.scale is not None:
+            skipped = self._scaling.count(begun.step, begun.made, begun.scale)
         now = time.perf_counter()
         record = StepRecord(
             begun.step,
@@ -227,6 +249,8 @@ class Training:
             self._model.busy_share(),
             max(device["peak_bytes"] for device in roundpipe.devices().memory_report()),
             resident_bytes(),
+            begun.scale,
+            skipped,
         )
         self._since = now
         assert self._observer is not None
@@ -239,7 +263,8 @@ class Training:
     def _loss_of(self, begun: _Begun) -> float:
         """The mean over the labels of the whole batch."""
         told = self._nodes.each(lambda: (0.0 if begun.pending is None else float(begun.pending.loss()), begun.labels))
-        counted = [(loss, labels) for loss, labels in told if labels]
+        scale = 1.0 if begun.scale is None else begun.scale
+        counted = [(loss / scale, labels) for loss, labels in told if labels]
         if len(counted) == 1:
             return counted[0][0]
         return sum(loss * labels for loss, labels in counted) / sum(labels for _, labels in counted)
@@ -274,7 +299,20 @@ class Training:
             self._optimizer,
             step=step,
             lr_scheduler=self._schedule,
-            state={"data": self._data.train},
+            scaler=self._scaler,
+            state=self._own_state(),
             keep_last=self._config.keep,
             overwrite=True,  # of a checkpoint that a run has gone back behind
         )
+
+    @property
+    def _scaler(self) -> roundpipe.GradScaler | None:
+        return None if self._scaling is None else self._scaling.scaler
+
+    def _own_state(self) -> dict[str, Any]:
+        own = {"data": self._data.train}
+        return own if self._scaling is None else own | {"skipped_steps": self._scaling}
+
+
+def _has_float16(model: roundpipe.RoundPipe) -> bool:
+    return any(parameter.dtype == torch.float16 for parameter in model.parameters())

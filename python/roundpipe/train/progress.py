@@ -62,6 +62,8 @@ class Screen:
         )
         if record.busy is not None:
             text += f"  devices {record.busy:.0%} busy"
+        if record.loss_scale is not None:
+            text += f"  scale {record.loss_scale:g}  skipped {record.skipped_steps}"
         text += f"  {record.device_bytes / 1e9:.2f} GB a device, {record.host_bytes / 1e9:.2f} GB host"
         text += f"  {duration(left_s)} left"
         if self._is_live:

@@ -80,6 +80,10 @@ def _summary(report: RunReport) -> str:
         rows.append(("held-out loss", f"{evaluations[0][1]:.4f} before, {evaluations[-1][1]:.4f} after training"))
     elif losses:
         rows.append(("loss", f"{losses[0][1]:.4f} in the first step, {losses[-1][1]:.4f} in the last"))
+    if scales := _of(report.metrics, "loss_scale"):
+        skipped = _of(report.metrics, "skipped_steps")[-1][1]
+        rows.append(("skipped steps", f"{skipped:,.0f}, as a gradient in float16 was inf or NaN"))
+        rows.append(("scale of the loss", f"{scales[0][1]:g} in the first step, {scales[-1][1]:g} in the last"))
     return _table(rows)
 
 
@@ -92,6 +96,7 @@ def _curves(report: RunReport) -> str:
         ("loss", [("training", _of(lines, "loss")), ("held out", _of(lines, "evaluation_loss"))]),
         ("learning rate", [("learning rate", _of(lines, "learning_rate"))]),
         ("norm of the gradients", [("norm", _of(lines, "grad_norm"))]),
+        ("scale of the loss", [("scale", _of(lines, "loss_scale"))]),
         ("tokens a second", [("tokens a second", speeds)]),
         ("devices busy, %", [("busy", _of(lines, "devices_busy", 100))]),
         (

@@ -132,6 +132,7 @@ def _train(
         folder.release()
         save_result(model, tokenizer, folder.result)
         screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
+        pool = roundpipe.devices()
         of_nodes = f"{nodes.size} nodes; on rank 0: " if nodes.size > 1 else ""
         report = RunReport(
             config=config,
@@ -141,7 +142,7 @@ def _train(
             step=_step_report(model),
             host=str(optimizer.host_memory()),
             data=str(data.summary),
-            devices=of_nodes + roundpipe.devices().description,
+            devices=of_nodes + pool.description + (", fp16 accumulation" if pool.fp16_accumulation else ""),
         )
         write_report(folder.path / REPORT_FILE, report)
         screen.say(f"the report is {folder.path / REPORT_FILE}")

@@ -1,5 +1,6 @@
 #include <roundpipe/roundpipe.h>
 
+#include <ATen/Context.h>
 #include <doctest/doctest.h>
 #include <torch/nn.h>
 
@@ -45,6 +46,27 @@ TEST_SUITE("devices") {
         }(),
         DeviceError);
     CHECK(at::equal(model.forward_backward(batch, std::tuple<>(), loss).loss, expected));
+  }
+
+  TEST_CASE("fp16 accumulation belongs to the pool") {
+    at::Context& torch = at::globalContext();
+    set_devices("virtual:2", true);
+    CHECK(torch.allowFP16AccumulationCuBLAS());
+    torch::nn::Sequential layers(torch::nn::Linear(4, 4));
+    Model model(layers);
+    const auto step = [&] {
+      model.forward_backward(at::ones({2, 4}), std::tuple<>(), [](const at::Tensor& outputs) { return outputs.sum(); });
+      model.synchronize();
+    };
+    CHECK_NOTHROW(step());
+    torch.setAllowFP16AccumulationCuBLAS(false);
+    CHECK_THROWS_WITH_AS(step(), doctest::Contains("is False, and the pool was made with fp16_accumulation"),
+                         std::invalid_argument);
+    torch.setAllowFP16AccumulationCuBLAS(true);
+    CHECK_NOTHROW(step());
+    set_devices("virtual:2");
+    CHECK_FALSE(torch.allowFP16AccumulationCuBLAS());
+    CHECK_NOTHROW(step());
   }
 
   TEST_CASE("a device that changes bits is named") {

@@ -1,10 +1,42 @@
 #include <roundpipe/ops/wide_product.h>
 
+#include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
 #include <doctest/doctest.h>
+#include <torch/library.h>
 
-namespace roundpipe::ops {
+using roundpipe::ops::add_wide_product;
+using roundpipe::ops::has_wide_product;
+
+namespace {
+
+// Of a device that no other test uses. Asked for, never called.
+at::Tensor& wide_product(const at::Tensor&, const at::Tensor&, const at::Tensor&, at::ScalarType, const at::Scalar&,
+                         const at::Scalar&, at::Tensor& out) {
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(aten, HPU, library) { library.impl("addmm.dtype_out", wide_product); }
+
+}  // namespace
+
+TEST_CASE("wide product: a device has it if torch has a kernel") {
+  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
+    CHECK(has_wide_product(c10::kHPU, dtype));
+    CHECK_FALSE(has_wide_product(c10::kMTIA, dtype));
+    CHECK_FALSE(has_wide_product(c10::kMeta, dtype));
+    CHECK_FALSE(has_wide_product(c10::kCPU, dtype));
+  }
+}
+
+TEST_CASE("wide product: fp16 has none while its products are added up in fp16") {
+  at::globalContext().setAllowFP16AccumulationCuBLAS(true);
+  CHECK_FALSE(has_wide_product(c10::kHPU, at::kHalf));
+  CHECK(has_wide_product(c10::kHPU, at::kBFloat16));
+  at::globalContext().setAllowFP16AccumulationCuBLAS(false);
+  CHECK(has_wide_product(c10::kHPU, at::kHalf));
+}
 
 TEST_CASE("wide product: whole or some rows at a time, added or not") {
   at::manual_seed(0);
@@ -30,10 +62,3 @@ TEST_CASE("wide product: whole or some rows at a time, added or not") {
   add_wide_product(sums, at::empty({2, 0}, at::kBFloat16), at::empty({0, 3}, at::kBFloat16), 1, 100, false);
   CHECK(sums.equal(at::zeros({2, 3})));
 }
-
-TEST_CASE("wide product: the host has none in fp32, nor have shapes without values") {
-  CHECK_FALSE(has_wide_product(c10::kCPU));
-  CHECK_FALSE(has_wide_product(c10::kMeta));
-}
-
-}  // namespace roundpipe::ops

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from node_processes import NodeProcesses
 from robustness import script_environment
-from tiny_chat import chat_file, model_folder
+from tiny_chat import byte_tokenizer, chat_file, model_folder, tiny_llama
 
 STEPS, LENGTH = 4, 64
 TRAIN, STOP = "train_programs:train", "train_programs:train_and_stop"
@@ -130,3 +130,23 @@ def test_under_torchrun(usual: dict[str, Any], tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("the report is") == 1
     assert (tmp_path / "run" / "model" / "config.json").exists()
+
+
+def test_in_float16_all_nodes_have_one_scale(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
+    loud = tmp_path / "loud"
+    model = tiny_llama(num_hidden_layers=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1000)  # the first scales overflow
+    model.save_pretrained(loud)
+    byte_tokenizer().save_pretrained(loud)
+    values = {**usual, "model": str(loud), "dtype": "float16", "samples": 0}
+    one, two = tmp_path / "one", tmp_path / "two"
+    nodes.results(1, TRAIN, {**values, "out": str(one)})
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
+    scaling = [
+        [(line["loss_scale"], line["skipped_steps"]) for line in map(json.loads, lines) if "loss" in line]
+        for lines in ((folder / "metrics.jsonl").read_text().splitlines() for folder in (one, two))
+    ]
+    assert scaling[0] == scaling[1] and scaling[0][1] == (32768, scaling[0][1][1]) and scaling[0][0] == (65536, 1)
+    losses = [[line["loss"] for line in metrics(folder) if "loss" in line] for folder in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)

@@ -553,3 +553,13 @@ def test_losses_of_two_models_keep_their_scales_until_their_own_step() -> None:
     pipes[1].step(optimizers[1], is_async=False, scaler=scaler)
     batch(1)
     assert used == [8.0, 8.0, 8.0, 16.0, 32.0]
+
+
+def test_a_new_scaler_resumes_with_the_scale_of_its_next_losses() -> None:
+    # An asynchronous step has decided 500 since the losses of the next step were promised 1000.
+    scaler = GradScaler("cpu", **OPTIONS)
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 500.0, "_growth_tracker": 2})
+    scaler.load_resume_state({"front": 1000.0, "updates_on_main": False})
+    assert scaler.get_scale() == 1000.0
+    assert float(scaler.scale(torch.ones(()))) == 1000.0
+    assert scaler.state_dict()["scale"] == 500.0 and scaler.state_dict()["_growth_tracker"] == 2

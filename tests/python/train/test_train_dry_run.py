@@ -60,12 +60,14 @@ def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) 
         "sgd": {"optimizer": "sgd"},
         "lora": {"lora": True},
         "bf16": {"dtype": "bfloat16"},
+        "fp16": {"dtype": "float16"},
     }.items():
         line = said(**values)[1]["host"]
         totals[name] = _core.parse_bytes(re.sub(r"host +([\d.]+) (\w+) of.*", r"\1\2", line))
     assert totals["lora"] < totals["8bit"] < totals["lion"] < totals["full"]
     assert totals["sgd"] < totals["8bit"]
     assert totals["bf16"] != totals["full"]
+    assert totals["fp16"] > totals["bf16"], "masters of four bytes instead of remainders of two"
 
 
 @pytest.mark.long
