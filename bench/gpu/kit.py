@@ -57,7 +57,16 @@ from support.contestants import Contestant, Mode, contestants
 from support.report import Report, parser
 from support.training_request import Request
 
-SHARES = {"checks": 20, "throughput": 60, "headlines": 20, "longest row": 14, "4B": 14, "cards": 0, "link": 4}
+SHARES = {
+    "checks": 20,
+    "throughput": 60,
+    "arithmetic": 14,
+    "headlines": 20,
+    "longest row": 14,
+    "4B": 14,
+    "cards": 0,
+    "link": 4,
+}
 SIZES = [Size(8, 4096), Size(32, 4096)]
 GRID = [1024 * length for length in (4, 8, 16, 24, 32, 48, 73, 96, 128, 192)]
 PUBLISHED_ROW = 1024 * 73  # of 1.7B on 24 GB (arXiv:2604.27085)
@@ -92,6 +101,19 @@ def report_link(report: Report, spec: str, small: bool, deadline: Deadline) -> N
         report(bench_program("gpu/link", ["--device", spec, *sizes], deadline))
     except RuntimeError as error:
         report(f"- no figures of the link: {error}")
+    report("")
+
+
+def report_arithmetic(report: Report, spec: str, small: bool, deadline: Deadline) -> None:
+    """A layer in both forms and both 16-bit dtypes, and small models; its checks are the program's own."""
+    sizes = ["--quick"] if small else ["--tokens", "8192", "--dtypes", "bf16", "fp16", "--trained", "Qwen3-1.7B"]
+    sizes += [] if small else ["--layers", "8", "--rows", "8", "--length", "4096", "--vocabulary", "151936"]
+    report("## Exact and fast arithmetic")
+    report("")
+    try:
+        report(bench_program("arithmetic", ["--device", spec, *sizes], deadline))
+    except RuntimeError as error:
+        report(f"- no figures of the two forms: {error}")
     report("")
 
 
@@ -237,7 +259,7 @@ def report_throughput(
 def report_one_by_one(
     report: Report, sides: Sequence[Contestant], size: Size, limit_bytes: int, bound: float, deadline: Deadline
 ) -> None:
-    """A model of which two do not fit beside each other in the host's memory: one after the other."""
+    """Models of which two do not fit beside each other in the host's memory: one after the other."""
     report(f"## Tokens a second of {sides[0].request.shape}")
     report("")
     report("One after the other, since the host does not hold both; each in its best setting, three steps.")
@@ -406,6 +428,15 @@ def main() -> None:
         ours, peers = contestants(request, folder)
         fine = report_throughput(report, ours, peers, sizes, turn_bytes, bound, small, budget["throughput"]) and fine
 
+    def arithmetic() -> None:
+        report_arithmetic(report, spec, small, budget["arithmetic"].share(2))
+        followed = replace(request, way="followed")
+        forms = [
+            replace(contestants(replace(followed, arithmetic=form), folder)[0], name=f"ours, {form}")
+            for form in ("exact", "fast")
+        ]
+        report_one_by_one(report, forms, sizes[-1], turn_bytes, bound, budget["arithmetic"])
+
     def larger() -> None:
         ours, peers = contestants(replace(request, shape="tiny" if small else "4B"), folder)
         rival = next(peer for peer in peers if peer.request.way == "fsdp2")
@@ -437,6 +468,7 @@ def main() -> None:
     parts: dict[str, Any] = {
         "checks": checks,
         "throughput": throughput,
+        "arithmetic": arithmetic,
         "headlines": headlines,
         "longest row": longest,
         "4B": larger,

@@ -110,7 +110,9 @@ class RoundPipeTrainer(Trainer):
         )
         self._followed = request.way == "followed"
         if self._followed:
-            self._model = roundpipe.wrap_model_to_roundpipe(model, model_run_config=self._config())
+            self._model = roundpipe.wrap_model_to_roundpipe(
+                model, model_run_config=self._config(), arithmetic=request.arithmetic
+            )
             self._optimizer = roundpipe.optim.AdamW(
                 self._model, lr=self.learning_rate, weight_decay=0, moments=request.moments
             )

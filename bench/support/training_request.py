@@ -21,6 +21,7 @@ class Request:
         lora_rank: adapters of this rank on the attention's projections are trained, and nothing else; 0: all weights.
         shared_base: all decoder layers share the frozen weights of the first, so that the host holds them once.
         moments: of our optimizer.
+        arithmetic: of ours; followed models only.
         memory_bytes: what the process may take of the first card; 0: all.
         modes: "sync" or "async" steps, one timed part after the other.
         steps: of each part, after `warm_up` others.
@@ -38,6 +39,7 @@ class Request:
     lora_rank: int = 0
     shared_base: bool = False
     moments: Literal["float32", "8bit"] = "float32"
+    arithmetic: Literal["exact", "fast"] = "exact"
     memory_bytes: int = 0
     modes: tuple[str, ...] = ("async", "sync")
     steps: int = 4
