@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import transformers
+from support.accelerator import describe
 from support.report import Report, parser
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -233,6 +234,8 @@ def main() -> None:
         options.shapes, options.tokens, options.rounds = ["tiny"], 16, 1
         options.layers, options.vocabulary, options.length = 2, 300, 16
     report = Report("Fast arithmetic against exact arithmetic", options.out)
+    report(f"- {describe(options.device)}")
+    report("")
     report(f"Medians of {options.rounds} rounds, in which both take turns.")
     report("")
     wrong = layers(report, options)

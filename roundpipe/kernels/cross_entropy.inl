@@ -51,11 +51,8 @@ struct CrossEntropy : PlainKernel {
       for (int i = 0; i < kVector; ++i) state.sums[i] = state.sums[i] * share;
       state.largest = largest;
     }
-    const float base = base_of(state.largest);
-    for (int i = 0; i < kVector; ++i) {
-      const float term = exponential(x[i] - base);
-      state.sums[i] = state.sums[i] + (i < at.count ? term : 0.0f);
-    }
+    exponentials_below(x, base_of(state.largest));
+    for (int i = 0; i < kVector; ++i) state.sums[i] = state.sums[i] + (i < at.count ? x[i] : 0.0f);
   }
   ROUNDPIPE_CODE void numbers(const State& state, float* to) const {
     const float* const sums = state.sums;
@@ -77,7 +74,8 @@ struct CrossEntropy : PlainKernel {
     T* const from = logits + at.item * width + at.first;
     read(from, at.count, aligned, x);
     const float share = (1.0f / sum) * (state.is_ignored ? 0.0f : 1.0f);  // NaN stays, as in torch
-    for (int i = 0; i < kVector; ++i) x[i] = exponential(x[i] - largest) * share;
+    exponentials_below(x, largest);
+    for (int i = 0; i < kVector; ++i) x[i] = x[i] * share;
     write(from, at.count, aligned, x);
     const int label = state.label - at.first;
     if (label < 0 || label >= at.count) return;

@@ -86,25 +86,56 @@ ROUNDPIPE_CODE void round_to(Narrow& to, float number) {
   to.bits = static_cast<unsigned short>(rounded);
 }
 
-// e^x within 2 units in the last place: the polynomial of Moshier's Cephes library (expf).
-ROUNDPIPE_CODE float exponential(float x) {
-  const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;               // NaN stays
-  const float count = (bounded * 1.44269504088896341f + 12582912.0f) - 12582912.0f;  // rounded to a whole number
-  float rest = bounded - count * 0.693359375f;
-  rest = rest - count * -2.12194440e-4f;
-  float sum = 1.9875691500e-4f;
-  sum = sum * rest + 1.3981999507e-3f;
+// e^rest for a rest of at most log(2) / 2, within 2 units in the last place: the polynomial of Moshier's Cephes library
+// (expf). `Float`: see round_bits().
+template <typename Float>
+ROUNDPIPE_CODE void exponential_of_rest(const Float& rest, Float& to) {
+  Float sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
   sum = sum * rest + 8.3334519073e-3f;
   sum = sum * rest + 4.1665795894e-2f;
   sum = sum * rest + 1.6666665459e-1f;
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * (rest * rest) + rest;
-  sum = sum + 1.0f;
+  to = sum + 1.0f;
+}
+
+// Added to a number, it leaves the nearest whole one in the last bits.
+constexpr float kRounder = 12582912.0f;
+
+// x without `count` times log(2), in two steps.
+template <typename Float>
+ROUNDPIPE_CODE void take_away(const Float& x, const Float& count, Float& rest) {
+  rest = x - count * 0.693359375f;
+  rest = rest - count * -2.12194440e-4f;
+}
+
+// e^x within 2 units in the last place.
+ROUNDPIPE_CODE float exponential(float x) {
+  const float bounded = x < -104.0f ? -104.0f : x > 89.0f ? 89.0f : x;  // NaN stays
+  const float count = (bounded * 1.44269504088896341f + kRounder) - kRounder;
+  float rest, sum;
+  take_away(bounded, count, rest);
+  exponential_of_rest(rest, sum);
   // 2^count in two factors, which are plain numbers each. A NaN's count is any number, but its sum is NaN.
   const int power = static_cast<int>(count == count ? count : 0.0f), half = power / 2;
   const float low = from_bits(static_cast<unsigned>(half + 127) << 23);
   const float high = from_bits(static_cast<unsigned>(power - half + 127) << 23);
   return sum * low * high;
+}
+
+// Likewise for x of at most 0, which takes two thirds of the time; 0 where the result would be subnormal.
+template <typename Float, typename Unsigned>
+ROUNDPIPE_CODE void exponential_below(const Float& x, Float& to) {
+  const Float least = Float{} - 87.0f;
+  const Float shifted = (x < least ? least : x) * 1.44269504088896341f + kRounder;  // NaN stays
+  Float rest, sum, power;
+  take_away<Float>(x < least ? least : x, shifted - kRounder, rest);
+  exponential_of_rest(rest, sum);
+  Unsigned bits;
+  copy_bits(bits, shifted);
+  const Unsigned raised = (bits << 23) + 0x3f800000u;
+  copy_bits(power, static_cast<Unsigned>(x < least ? Unsigned{} : raised));
+  to = sum * power;
 }
 
 // log(x) for x of at least 1, infinity or NaN, within 2 units: likewise (logf).
@@ -176,14 +207,15 @@ ROUNDPIPE_CODE void read(const T* from, int count, bool aligned, float* to) {
 }
 
 #ifndef ROUNDPIPE_ON_CARD
-// A whole vector at once: compilers round one element after the other in longer code.
+// The host's vectors, where compilers would do one number after the other.
+using Floats __attribute__((vector_size(kVector * sizeof(float)))) = float;
+using Unsigneds __attribute__((vector_size(kVector * sizeof(unsigned)))) = unsigned;
+
 ROUNDPIPE_CODE void write_whole(float* to, const float* from) { __builtin_memcpy(to, from, kVector * sizeof(float)); }
 template <typename Narrow>
 ROUNDPIPE_CODE void write_whole(Narrow* to, const float* from) {
-  using Floats __attribute__((vector_size(kVector * sizeof(float)))) = float;
-  using Unsigned __attribute__((vector_size(kVector * sizeof(unsigned)))) = unsigned;
   using Short __attribute__((vector_size(kVector * sizeof(unsigned short)))) = unsigned short;
-  Unsigned bits, rounded;
+  Unsigneds bits, rounded;
   __builtin_memcpy(&bits, from, sizeof(bits));
   round_bits<Floats>(bits, rounded, Narrow());
   const Short narrow = __builtin_convertvector(rounded, Short);
@@ -206,6 +238,23 @@ ROUNDPIPE_CODE void write(T* to, int count, bool aligned, const float* from) {
   for (int i = 0; i < kVector; ++i) {
     if (i < count) round_to(to[i], from[i]);
   }
+}
+
+// x[i] = e^(x[i] - base), for kVector numbers of at most `base`.
+ROUNDPIPE_CODE void exponentials_below(float* x, float base) {
+#ifdef ROUNDPIPE_ON_CARD
+  for (int i = 0; i < kVector; ++i) {
+    const float given = x[i] - base;
+    exponential_below<float, unsigned>(given, x[i]);
+  }
+#else
+  Floats all;
+  __builtin_memcpy(&all, x, sizeof(all));
+  all = all - base;
+  Floats found;
+  exponential_below<Floats, Unsigneds>(all, found);
+  __builtin_memcpy(x, &found, sizeof(found));
+#endif
 }
 
 }  // namespace roundpipe::kernels

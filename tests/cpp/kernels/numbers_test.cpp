@@ -71,11 +71,23 @@ TEST_CASE("numbers: floats are rounded as torch rounds them") {
     check(number);
 }
 
+float below(float x) {
+  float numbers[kVector] = {x + 1, x + 1, x + 1, x + 1, x + 1, x + 1, x + 1, x + 1};
+  exponentials_below(numbers, 1);
+  float alone = 0;
+  const float given = (x + 1) - 1;
+  exponential_below<float, unsigned>(given, alone);
+  for (const float number : numbers) REQUIRE((number == alone || (std::isnan(number) && std::isnan(alone))));
+  exponential_below<float, unsigned>(x, alone);
+  return alone;
+}
+
 TEST_CASE("numbers: exponentials and logarithms are within two units of the exact ones") {
   constexpr double kTwoUnits = 2.4e-7;
   for (double x = -87; x < 88.7; x += 0.00091) {
     const auto number = static_cast<float>(x);
     REQUIRE(distance(exponential(number), std::exp(static_cast<double>(number))) < kTwoUnits);
+    if (number <= 0) REQUIRE(distance(below(number), std::exp(static_cast<double>(number))) < kTwoUnits);
   }
   // Subnormal results have an absolute last place.
   for (float x = -104; x < -87; x += 0.013F) {
@@ -88,6 +100,10 @@ TEST_CASE("numbers: exponentials and logarithms are within two units of the exac
     REQUIRE(std::abs(logarithm(number) - exact) <= kTwoUnits * std::max(exact, 0.1));
   }
   CHECK(exponential(0) == 1);
+  CHECK(below(0) == 1);
+  CHECK(below(-87.01F) == 0);
+  CHECK(below(-kInfinity) == 0);
+  CHECK(std::isnan(below(std::nanf(""))));
   CHECK(exponential(-kInfinity) == 0);
   CHECK(exponential(kInfinity) == kInfinity);
   CHECK(std::isnan(exponential(std::nanf(""))));
