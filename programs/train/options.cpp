@@ -140,7 +140,7 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--dtype", options.dtype, "of the weights: float32, bfloat16 or float16; default: the model's own")
       ->check(CLI::IsMember({"float32", "bfloat16", "float16"}));
   app.add_option("--arithmetic", options.arithmetic,
-                 "exact: with torch's bits; fast: fused kernels, in less time, with other last bits")
+                 "exact: with torch's bits; fast: with fused kernels, and other last bits")
       ->check(CLI::IsMember({"exact", "fast"}))
       ->capture_default_str();
   app.add_option("--attention", options.attention,

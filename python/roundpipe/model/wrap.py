@@ -89,8 +89,8 @@ def wrap_model_to_roundpipe(
             `layers_are_native` of the result. False never does so. True requires it for every layer, and "exact" also
             that the bits are those of the Python layers, which "fast" arithmetic has not.
         arithmetic: "exact" or "fast": whether native layers and losses compute with torch's operators, and so with
-            their bits, or with fused kernels, in less time and memory and with other last bits, which are the same on
-            any number of devices. Parts that run in Python compute exactly; `layers_are_native` says what does.
+            their bits, or with fused kernels, which move a fifth of the bytes and have other last bits, the same ones
+            on any number of devices. Parts that run in Python compute exactly; `layers_are_native` says what does.
         **roundpipe_kwargs: options for every `RoundPipe`.
 
     Returns:

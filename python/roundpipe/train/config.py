@@ -79,7 +79,7 @@ class TrainConfig:
 
     arithmetic: Annotated[
         Literal["exact", "fast"],
-        _option(_RUN, "exact: with torch's bits. fast: fused kernels, in less time, with other last bits."),
+        _option(_RUN, "exact: with torch's bits. fast: with fused kernels, and other last bits."),
     ] = "exact"
 
     lora: Annotated[bool, _option(_ADAPTERS, "Train LoRA adapters, and freeze the model.")] = False
