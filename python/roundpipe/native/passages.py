@@ -187,7 +187,7 @@ class Passages:
         )
         only_loss = given.labels is not None and ending.kept is not Kept.ALL
         labels = tensors[given.labels] if only_loss and given.labels is not None else None
-        documents = _core.find_documents(mask, positions, *shape, labels)
+        documents = _core.find_documents(mask, positions, shape[0], shape[1], labels)
         if self.attention() == "packed" and documents.has_inner_padding():
             return None  # Python refuses it
         chunk = chunk_of(self._followed.mlp_chunk_tokens, shape[1]) or 0
