@@ -40,7 +40,9 @@ Tensor token_loss(const Tensor& hidden, const ops::Projection& head, const Tenso
     chunks.chunk_logit_bytes = options.chunk_logit_bytes;
     const Tensor sum =
         ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight, head.bias, shifted, chunks).sum;
-    return options.mean ? sum.div(shifted.ne(kIgnoredLabel).sum().clamp(1)) : sum;
+    if (!options.mean) return sum;
+    const Tensor count = shifted.ne(kIgnoredLabel).sum();
+    return sum.div(chunked ? count.clamp(1) : count);  // of no labels, NaN as without chunks
   }
   const Tensor all = at::linear(hidden, head.weight, head.bias);
   if (logits != nullptr) *logits = all;

@@ -220,6 +220,18 @@ def test_padding_that_nobody_reads_needs_no_mask(name: str, side: str) -> None:
     assert found == [side == "right", False]
 
 
+@pytest.mark.parametrize("chunk", [None, 0, 2])
+def test_a_mean_over_no_label_is_what_it_is_in_the_exact_form(chunk: int | None) -> None:
+    hidden, norm, weight = torch.randn(1, 5, 8), torch.ones(8), torch.randn(11, 8)
+    call = _core.HeadCall(0, 1, None, None, False, chunk, 0, 2)
+    losses = []
+    for form in ("fast", "exact"):
+        config = _core.HeadConfig(norm_eps=1e-6, scales_norm_in_float=False, arithmetic=form)
+        inputs = [hidden, torch.full((1, 5), -100)]
+        losses.append(_core.apply_head(config, call, norm, weight, None, inputs)[0])
+    assert bool(losses[0].isnan()) == bool(losses[1].isnan()) == (chunk != 2)
+
+
 def test_logits_of_padding_are_the_exact_ones() -> None:
     """Where logits are read, so are those of padding."""
     model = make("llama")
