@@ -71,7 +71,7 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
     wanted = [hidden, *(w for w in weights if w.requires_grad and (w.dim() == 1 or not is_large))]
     outgoing = drawn(*hidden.shape)
     config = config_of(layer)
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         # With sinks, packed attention is always called with documents.
         for mask in (seen,) if is_large or (has_sinks and attention == "packed") else (seen, None):
             plain = layer(hidden, attention_mask=mask, position_embeddings=(cos, sin), use_cache=False)

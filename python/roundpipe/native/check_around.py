@@ -42,7 +42,7 @@ def compare_embedding(native: NativeEmbedding, before: nn.Module) -> str | None:
         return native.reason
     weight, frequencies = native.tensors_now()
     windows: tuple[int, ...] = ()
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), evaluating(native.around.causal):
+    with torch.inference_mode(False), evaluating(native.around.causal):
         for batch in _batches(weight.shape[0]):
             program, values, contents, collected = before(**batch)
             if contents or collected or not calls_are_alike(_without_tables(program)):
@@ -103,7 +103,7 @@ def compare_head(native: NativeHead, before: nn.Module, after: nn.Module) -> str
     is_large = weight.numel() * weight.element_size() > LARGE_BYTES
     trained = (norm, bias, *(() if is_large else (weight,)))
     wanted = [hidden, *(each for each in trained if each is not None and each.requires_grad)]
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False), evaluating(native.around.causal):
+    with torch.inference_mode(False), evaluating(native.around.causal):
         for given, kept in (({"labels": labels}, Kept.LOSS), ({"labels": labels}, Kept.ALL), ({}, Kept.ALL)):
             share = _SHARE if given else None
             state = before(input_ids=torch.zeros_like(labels), **given, **{ENDING: Ending(share, kept=kept)})
