@@ -48,11 +48,14 @@ class SinkConsumer final : public torch_compat::GradientConsumer {
 
 bool GradientSink::sums_wide(size_t parameter) const {
   const at::Tensor& target = targets[parameter];
-  return taken_[parameter] || closed_[parameter] || (target.defined() && target.scalar_type() == at::kFloat);
+  return taken_[parameter] > 0 || closed_[parameter] || (target.defined() && target.scalar_type() == at::kFloat);
 }
 
 bool GradientSink::arrives(size_t parameter) {
-  if (taken_[parameter]) return false;
+  if (taken_[parameter] > 0) {
+    --taken_[parameter];
+    return false;
+  }
   came_late_ |= passed_;
   if (closed_[parameter]) {
     throw Error(
@@ -64,7 +67,7 @@ bool GradientSink::arrives(size_t parameter) {
 
 void GradientSink::note(size_t parameter) {
   in_parts_ |= came_[parameter] != 0;
-  came_[parameter] = 1;
+  ++came_[parameter];
 }
 
 bool GradientSink::add_product(size_t parameter, const at::Tensor& left, const at::Tensor& right) {
@@ -108,8 +111,7 @@ void GradientSink::begin_microbatch() {
 }
 
 void GradientSink::retry() {
-  for (size_t i = 0; i < taken_.size(); ++i) taken_[i] |= came_[i];
-  came_.assign(came_.size(), 0);
+  taken_ = came_;
   passed_ = false;
 }
 

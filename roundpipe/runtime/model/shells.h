@@ -49,8 +49,8 @@ struct GradientSink {
   bool arrives(size_t parameter);
   void note(size_t parameter);  // that it has been added
 
-  std::vector<char> taken_;  // per parameter: already added in an earlier run of this microbatch
-  std::vector<char> came_;   // per parameter: has arrived in the current run
+  std::vector<int> taken_;  // per parameter: how many that an earlier run of this microbatch added are still to come
+  std::vector<int> came_;   // per parameter: how many have been added in this microbatch
   std::vector<char> closed_;
   bool passed_ = false;
   bool came_late_ = false;

@@ -101,6 +101,14 @@ TEST_SUITE("shells") {
     CHECK(sink.add_product(0, left, right));
     CHECK(at::equal(sink.targets[0], at::full({2, 2}, 6.5)));
     CHECK_FALSE(sink.can_retry());
+    // Of two products of one weight, the first had been added when memory ran out.
+    sink.begin_microbatch();
+    CHECK(sink.add_product(0, left, right));
+    REQUIRE(sink.can_retry());
+    sink.retry();
+    CHECK(sink.add_product(0, left, right));
+    CHECK(sink.add_product(0, left, right));
+    CHECK(at::equal(sink.targets[0], at::full({2, 2}, 12.5)));
     sink.close(0);
     sink.begin_microbatch();
     CHECK_THROWS_AS(sink.add_product(0, left, right), roundpipe::Error);
