@@ -39,6 +39,7 @@ def run_program(text: str, **environment: str) -> subprocess.CompletedProcess[st
 def test_a_kernel_runs_after_the_call_has_returned():
     value = torch.ones(4, device="card")
     other = torch.card.Stream()
+    card.synchronize()  # the other stream reads the ones
     with card.hold():
         value.add_(1)
         event = torch.card.Event()
