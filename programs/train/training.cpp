@@ -280,9 +280,7 @@ void Training::train_steps() {
   const double clip = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
   LanguageBatch batch = data_.batch(step_);
   Clock::time_point begun = Clock::now();
-  std::optional<Step> before;
   while (step_ < end && stop_->signal() == 0) {
-    if (scaler_ && before) before->wait();  // the scale follows from whether it overflowed
     Model::Pending pending = model_->submit(batch, scaler_.get());
     std::optional<double> scale;
     if (scaler_) scale = scaler_->get_scale();
@@ -293,7 +291,6 @@ void Training::train_steps() {
     const Step made = model_->model().step(
         *optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip, .scaler = scaler_.get()});
     ++step_;
-    before = made;
     unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made, scale};
     const bool last = step_ == end;
     const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };

@@ -124,6 +124,12 @@ void bind_loss_scale(py::module_& module) {
           "belong_to", [](LossScale& scale, const Pipelines& pipelines) { scale.belong_to(models_of(pipelines)); },
           py::arg("pipelines"))
       .def(
+          "has_stepped",
+          [](const LossScale& scale, const Pipeline& pipeline) {
+            return scale.has_stepped(pipeline.model().loss_scales);
+          },
+          py::arg("pipeline"))
+      .def(
           "stepped", [](LossScale& scale, const Pipelines& pipelines) { scale.stepped(models_of(pipelines)); },
           py::arg("pipelines"))
       .def("stepped_outside", &LossScale::stepped_outside, py::arg("losses"))

@@ -112,7 +112,7 @@ at::Tensor GradScaler::scale(const at::Tensor& loss) { return loss * core_->use(
 double GradScaler::get_scale() const { return core_->next().item<double>(); }
 
 double GradScaler::begin_step(Pipeline& model, bool several_nodes) {
-  if (!model.model().loss_scales->has(*core_)) model.wait_losses();
+  if (!core_->has_stepped(model.model().loss_scales)) model.wait_losses();
   const MutexLock lock(core_->mutex);
   core_->finish_steps();
   core_->step_scale = core_->of_step({model.model().loss_scales}, several_nodes);

@@ -450,7 +450,7 @@ class GradScaler(torch.amp.GradScaler):
             other.finish_update()
         self._finish_late()
         for pipeline in pipelines:
-            if not pipeline.has_loss_scale(self._losses):
+            if not self._losses.has_stepped(pipeline):
                 pipeline.wait_losses()
         if self._current is None and not several_nodes:
             raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")

@@ -149,7 +149,6 @@ class Training:
         self._journal: roundpipe.RunJournal | None = None
         self._observer: Observer | None = None
         self._since = 0.0
-        self._made: Step | None = None  # the latest step
         self.step = 0
         self.last_call: Any = None
 
@@ -217,9 +216,6 @@ class Training:
     def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
         rows = self._nodes.rows_of(batch)
         pending, labels, scaler = None, 0, self._scaler
-        # The scale of this step's loss follows from whether the one before overflowed.
-        if scaler is not None and self._made is not None:
-            self._made.wait()
         if rows is not None:
             cut = balanced_config(rows, self._config.microbatches)
             loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
@@ -234,7 +230,6 @@ class Training:
             max_grad_norm=self._config.clip or math.inf,
             lr_scheduler=self._schedule,
         )
-        self._made = made
         mask = batch.get("attention_mask")
         tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
         return _Begun(step, pending, labels, made, rate, tokens, scale)

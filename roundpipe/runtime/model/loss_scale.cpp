@@ -40,8 +40,9 @@ const LossScale::Losses* LossScale::find(const ModelPtr& model) const {
   return found == of_models_.end() ? nullptr : &*found;
 }
 
-LossScale::Losses& LossScale::of(const ModelPtr& model) {
-  if (!model) return outside_;
+LossScale::Losses& LossScale::of(const ModelPtr& model) { return model ? of_model(model) : outside_; }
+
+LossScale::ModelLosses& LossScale::of_model(const ModelPtr& model) {
   std::erase_if(of_models_, [](const ModelLosses& losses) { return losses.model.expired(); });
   for (ModelLosses& losses : of_models_) {
     if (losses.model.lock() == model) return losses;
@@ -121,9 +122,19 @@ void LossScale::belong_to(const std::vector<ModelPtr>& models) {
   for (const ModelPtr& model : models) model->add(shared_from_this());
 }
 
+bool LossScale::has_stepped(const ModelPtr& model) const {
+  const MutexLock lock(mutex_);
+  return std::ranges::any_of(of_models_,
+                             [&](const ModelLosses& losses) { return losses.stepped && losses.model.lock() == model; });
+}
+
 void LossScale::stepped(const std::vector<ModelPtr>& models) {
   const MutexLock lock(mutex_);
-  for (const ModelPtr& model : models) of(model).wait = false;
+  for (const ModelPtr& model : models) {
+    ModelLosses& losses = of_model(model);
+    losses.wait = false;
+    losses.stepped = true;
+  }
   outside_.wait = false;
 }
 

@@ -56,6 +56,9 @@ class LossScale : public std::enable_shared_from_this<LossScale> {
   at::Tensor of_step(const std::vector<ModelPtr>& models, bool several_nodes = false);
   // The scaler belongs to the models from now on.
   void belong_to(const std::vector<ModelPtr>& models);
+  // Whether a step of the model has used the scaler: calls that were submitted before may not have reserved its scale,
+  // so that their losses, not just the first of them, have to be made before the scale moves.
+  bool has_stepped(const ModelPtr& model) const;
   // The step was made: none of those losses waits any more.
   void stepped(const std::vector<ModelPtr>& models);
   // The same of the losses outside of calls, if there were so many when the step was made: it may show later that a
@@ -114,12 +117,14 @@ class LossScale : public std::enable_shared_from_this<LossScale> {
   };
   struct ModelLosses : Losses {
     std::weak_ptr<LossScales> model;
+    bool stepped = false;
   };
   at::Tensor use(const ModelPtr& model);
   // What the call that this thread runs has reserved of this scaler; undefined: nothing.
   at::Tensor reserved() const;
   // Those of a model; null: those outside of calls.
   Losses& of(const ModelPtr& model) ROUNDPIPE_REQUIRES(mutex_);
+  ModelLosses& of_model(const ModelPtr& model) ROUNDPIPE_REQUIRES(mutex_);
   const Losses* find(const ModelPtr& model) const ROUNDPIPE_REQUIRES(mutex_);
   // Those that the next step of `models` consumes.
   std::vector<const Losses*> of_next_step(const std::vector<ModelPtr>& models) const ROUNDPIPE_REQUIRES(mutex_);

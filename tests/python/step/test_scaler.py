@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.step.scaler import GradScaler, StepScales, hand_over, synchronize_scales
 
 # Losses here write down the scale that they see. Where a device's memory is known, measuring would call them once more.
@@ -501,6 +502,47 @@ def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
     del scaler
     with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
         submit(None)
+
+
+def test_the_first_step_waits_for_all_losses_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model knows a scaler from the first microbatch on whose loss it scales. Others of that call come later, and
+    have to be made before the scale moves."""
+    network = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=2)
+    pipe = roundpipe.RoundPipe(network, model_run_config=config, device_memory=UNMEASURED)
+    optimizer = roundpipe.optim.SGD(pipe, lr=0.1)
+    scaler, begun, gate = GradScaler(8.0), threading.Event(), threading.Event()
+    seen: list[float] = []
+
+    def loss(outputs: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        if begun.is_set():
+            gate.wait(20)  # until the step waits, or believes that there is nothing to wait for
+        scaled: torch.Tensor = scaler.scale(outputs.sum() * factor.sum())
+        seen.append(scaler.get_scale())
+        begun.set()
+        return scaled
+
+    def opening(kind: Any, name: str, before: bool) -> None:
+        own = getattr(kind, name)
+
+        def opened(*arguments: Any) -> Any:
+            if before:
+                gate.set()
+                return own(*arguments)
+            result = own(*arguments)
+            gate.set()
+            return result
+
+        monkeypatch.setattr(kind, name, opened)
+
+    opening(_core.Pipeline, "wait_losses", before=True)
+    opening(_core.LossScale, "stepped", before=False)
+    pending = pipe.submit((torch.ones(2, 2),), label=torch.full((2, 1), math.inf), loss_fn=loss)
+    assert begun.wait(20)
+    assert pipe.step(optimizer, is_async=False, scaler=scaler).skipped
+    pending.loss()
+    pipe.forward_backward((torch.ones(2, 2),), label=torch.ones(2, 1), loss_fn=loss)
+    assert seen == [8.0, 8.0, 4.0, 4.0]
 
 
 def test_other_models_leave_a_scaler_alone() -> None:
