@@ -80,7 +80,7 @@ std::unique_ptr<runtime::LayerShell> filled_shell(const runtime::LayerState& sta
     own.set_data(parameters[i].tensor.detach().to(device, parameters[i].tensor.scalar_type(), /*non_blocking=*/false,
                                                   /*copy=*/true));
     // As in the engine, which sums a gradient elsewhere as soon as it is complete.
-    torch_compat::consume_gradients(own, std::make_shared<Dropping>());
+    torch_compat::consume_gradients(own, c10::make_intrusive<Dropping>());
     own.set_requires_grad(parameters[i].tensor.requires_grad());
   }
   for (size_t i = 0; i < state.buffers.size(); ++i)

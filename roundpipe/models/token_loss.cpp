@@ -6,7 +6,6 @@
 #include <ATen/core/Reduction.h>
 
 #include <roundpipe/kernels/kernels.h>
-#include <roundpipe/ops/linear_cross_entropy.h>
 
 namespace roundpipe::models {
 
@@ -37,6 +36,7 @@ Tensor token_loss(const Tensor& hidden, const ops::Projection& head, const Tenso
     chunks.ignore_index = kIgnoredLabel;
     chunks.chunk_tokens = chunked ? *options.chunk_tokens : std::max<int64_t>(1, shifted.numel());
     chunks.arithmetic = options.arithmetic;
+    chunks.sums_products = true;
     chunks.chunk_logit_bytes = options.chunk_logit_bytes;
     const Tensor sum =
         ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight, head.bias, shifted, chunks).sum;

@@ -6,12 +6,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/core/arithmetic.h>
+#include <roundpipe/ops/linear_cross_entropy.h>
 #include <roundpipe/ops/projection.h>
 
 namespace roundpipe::models {
 
-// Labels that do not count.
-inline constexpr int64_t kIgnoredLabel = -100;
+using ops::kIgnoredLabel;
 // Logits that take more than this are computed in chunks, unless a number of tokens is given.
 inline constexpr int64_t kWholeLogitBytes = int64_t{16} << 20;
 

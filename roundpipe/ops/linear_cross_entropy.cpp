@@ -378,11 +378,6 @@ constexpr const char* kBias = "bias";
 constexpr const char* kConsumer = "consumer";
 constexpr const char* kUnused = "unused";  // present until the gradients are handed out
 
-struct Consumer : torch::CustomClassHolder {
-  explicit Consumer(std::shared_ptr<torch_compat::GradientConsumer> given) : consumer(std::move(given)) {}
-  const std::shared_ptr<torch_compat::GradientConsumer> consumer;
-};
-
 struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCrossEntropyFunction> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
                                                 const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -397,9 +392,10 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
     };
     keep(kHidden, head.gradients.hidden, hidden);
     // A sum in fp32 goes on as one, where somebody takes it.
-    const auto consumer = work.is_fused ? torch_compat::consumer_of(weight) : nullptr;
-    if (consumer) context->saved_data[kConsumer] = c10::IValue::make_capsule(c10::make_intrusive<Consumer>(consumer));
-    keep(kWeight, head.gradients.weight, weight, consumer != nullptr);
+    c10::intrusive_ptr<torch_compat::GradientConsumer> consumer;
+    if (work.is_fused && work.options.sums_products) consumer = torch_compat::consumer_of(weight);
+    if (consumer) context->saved_data[kConsumer] = c10::IValue::make_capsule(consumer);
+    keep(kWeight, head.gradients.weight, weight, static_cast<bool>(consumer));
     if (bias) keep(kBias, head.gradients.bias, *bias);
     context->saved_data[kUnused] = true;
     context->mark_non_differentiable({head.token_losses()});
@@ -435,8 +431,9 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
     };
     at::Tensor of_weight = take(kWeight);
     if (const auto found = context->saved_data.find(kConsumer); found != context->saved_data.end()) {
-      const auto held = c10::static_intrusive_pointer_cast<Consumer>(found->second.toCapsule());
-      if (of_weight.defined() && held->consumer->add_wide(of_weight)) of_weight.reset();
+      const auto consumer =
+          c10::static_intrusive_pointer_cast<torch_compat::GradientConsumer>(found->second.toCapsule());
+      if (of_weight.defined() && consumer->add_wide(of_weight)) of_weight.reset();
     }
     return {take(kHidden), of_weight, take(kBias), at::Tensor(), at::Tensor()};
   }

@@ -20,9 +20,12 @@ struct LogitStep {
 // The steps of cap * tanh(logits / cap), with which Gemma 2 limits its logits.
 std::vector<LogitStep> softcap_steps(double cap);
 
+// Labels that do not count, unless another number is given.
+inline constexpr int64_t kIgnoredLabel = -100;
+
 struct LinearCrossEntropyOptions {
   // Tokens with this label add nothing to the loss or to the gradients.
-  int64_t ignore_index = -100;
+  int64_t ignore_index = kIgnoredLabel;
   // The number of tokens whose logits exist at the same time. 0 = as many as fit chunk_logit_bytes, but at most 4096
   // and at least width / 4 (limited to 128..256). The chunks of one call have about equal lengths.
   int64_t chunk_tokens = 0;
@@ -35,6 +38,8 @@ struct LinearCrossEntropyOptions {
   // kFast: softmax, losses and gradient of a chunk are one kernel over its logits (kernels::cross_entropy_), in their
   // place; nothing is masked, so that hidden states of ignored tokens have to be finite, as in torch. Not for fp64.
   Arithmetic arithmetic = kDefaultArithmetic;
+  // As in ProjectionUse, for kFast: a 16-bit weight's gradient that was summed over chunks in fp32 stays so.
+  bool sums_products = false;
   // Whether to return the loss of each token, too.
   bool token_losses = false;
 };

@@ -23,21 +23,24 @@ at::Tensor left_gradient(const at::Tensor& gradient, const at::Tensor& weight, a
   return gradient.mm(weight);
 }
 
-// What a node holds beside tensors.
-struct Held : torch::CustomClassHolder {
-  explicit Held(std::shared_ptr<torch_compat::GradientConsumer> given) : consumer(std::move(given)) {}
-  const std::shared_ptr<torch_compat::GradientConsumer> consumer;  // of the weight; may be null
-};
+// Whether the weight's gradient has been added elsewhere, as the product of these matrices.
+bool is_summed(AutogradContext* context, const at::Tensor& left, const at::Tensor& right) {
+  const auto found = context->saved_data.find("consumer");
+  if (found == context->saved_data.end() || at::GradMode::is_enabled()) return false;
+  return c10::static_intrusive_pointer_cast<torch_compat::GradientConsumer>(found->second.toCapsule())
+      ->add_product(left, right);
+}
 
 // at::linear whose values nobody may read, and whose weight's gradient may be summed as a product. Its products are
 // those of at::linear, in its order.
 struct Linear : public torch::autograd::Function<Linear> {
   static at::Tensor forward(AutogradContext* context, const at::Tensor& input, const at::Tensor& weight,
-                            const std::optional<at::Tensor>& bias, bool is_read, const c10::intrusive_ptr<Held>& held) {
+                            const std::optional<at::Tensor>& bias, bool is_read,
+                            const c10::intrusive_ptr<torch_compat::GradientConsumer>& consumer) {
     const at::AutoDispatchBelowADInplaceOrView below;
     context->save_for_backward({input, weight});
     context->saved_data["has_bias"] = bias.has_value();
-    context->saved_data["held"] = c10::IValue::make_capsule(held);
+    if (consumer) context->saved_data["consumer"] = c10::IValue::make_capsule(consumer);
     return is_read ? at::linear(input, weight, bias) : without_values(input, weight.size(0));
   }
 
@@ -46,15 +49,10 @@ struct Linear : public torch::autograd::Function<Linear> {
     const at::Tensor &input = saved[0], &weight = saved[1];
     const at::Tensor rows = input.reshape({-1, input.size(-1)});
     const at::Tensor gradient = gradients[0].reshape({-1, weight.size(0)});
-    const auto held = c10::static_intrusive_pointer_cast<Held>(context->saved_data["held"].toCapsule());
     variable_list result(5);
     if (context->needs_input_grad(0))
       result[0] = left_gradient(gradient, weight, rows.sizes(), rows.strides()).view(input.sizes());
-    if (context->needs_input_grad(1)) {
-      const bool graph = at::GradMode::is_enabled();
-      const bool summed = held->consumer && !graph && held->consumer->add_product(gradient.t(), rows);
-      if (!summed) result[1] = gradient.t().mm(rows);
-    }
+    if (context->needs_input_grad(1) && !is_summed(context, gradient.t(), rows)) result[1] = gradient.t().mm(rows);
     const bool has_bias = context->saved_data["has_bias"].toBool();
     if (has_bias && context->needs_input_grad(2)) result[2] = at::sum_to(gradient, weight.sizes().slice(0, 1));
     return result;
@@ -73,9 +71,10 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
     return at::linear(input, weight, bias);
   }
   const bool narrow = weight.scalar_type() == at::kBFloat16 || weight.scalar_type() == at::kHalf;
-  auto consumer = use.sums_products && narrow && weight.requires_grad() ? torch_compat::consumer_of(weight) : nullptr;
+  c10::intrusive_ptr<torch_compat::GradientConsumer> consumer;
+  if (use.sums_products && narrow && weight.requires_grad()) consumer = torch_compat::consumer_of(weight);
   if (use.is_read && !consumer) return at::linear(input, weight, bias);
-  return Linear::apply(input, weight, bias, use.is_read, c10::make_intrusive<Held>(std::move(consumer)));
+  return Linear::apply(input, weight, bias, use.is_read, consumer);
 }
 
 }  // namespace

@@ -30,8 +30,8 @@ struct ProjectionUse {
   // Whether somebody reads the result; if not, it has a shape and a graph, whose gradients have the same bits, but no
   // values where these would take a product.
   bool is_read = true;
-  // Whether a 16-bit weight's gradient may be added to the sum of a torch_compat::GradientConsumer as a product, which
-  // is not rounded first where the device has such products.
+  // Whether a 16-bit weight's gradient may be added to the sum of its torch_compat::GradientConsumer as a product,
+  // which is not rounded first where the device has such products: for layers that take no gradients of their own.
   bool sums_products = false;
 };
 

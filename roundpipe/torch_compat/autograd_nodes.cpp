@@ -9,7 +9,7 @@ namespace roundpipe::torch_compat {
 namespace {
 
 struct ConsumeHook final : public torch::autograd::PostAccumulateGradHook {
-  explicit ConsumeHook(std::shared_ptr<GradientConsumer> given) : consumer(std::move(given)) {}
+  explicit ConsumeHook(c10::intrusive_ptr<GradientConsumer> given) : consumer(std::move(given)) {}
 
   void operator()(const torch::autograd::Variable& leaf) override {
     at::Tensor gradient = std::move(leaf.mutable_grad());
@@ -17,7 +17,7 @@ struct ConsumeHook final : public torch::autograd::PostAccumulateGradHook {
     if (gradient.defined()) consumer->consume(std::move(gradient));  // else its consumer has it already
   }
 
-  const std::shared_ptr<GradientConsumer> consumer;
+  const c10::intrusive_ptr<GradientConsumer> consumer;
 };
 
 // The node between two layers of one graph.
@@ -101,14 +101,14 @@ std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, c
   return values;
 }
 
-void consume_gradients(const at::Tensor& leaf, std::shared_ptr<GradientConsumer> consumer) {
+void consume_gradients(const at::Tensor& leaf, c10::intrusive_ptr<GradientConsumer> consumer) {
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::make_unique<ConsumeHook>(std::move(consumer)));
 }
 
-std::shared_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf) {
-  if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr) return nullptr;
+c10::intrusive_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf) {
+  if (torch::autograd::impl::get_autograd_meta(leaf) == nullptr) return {};
   const auto* const hook = dynamic_cast<const ConsumeHook*>(torch::autograd::impl::post_acc_grad_hooks(leaf).get());
-  return hook == nullptr ? nullptr : hook->consumer;
+  return hook == nullptr ? c10::intrusive_ptr<GradientConsumer>() : hook->consumer;
 }
 
 }  // namespace roundpipe::torch_compat

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/custom_class.h>
 
 namespace roundpipe::torch_compat {
 
@@ -60,13 +61,15 @@ class Boundary {
 std::vector<at::Tensor> cross_boundary(const std::vector<at::Tensor>& outputs, const std::vector<char>& copied = {},
                                        const std::function<void()>& on_arrival = nullptr);
 
-// Takes the gradients of a leaf, on the autograd thread of its device.
-class GradientConsumer {
+// Takes the gradients of a leaf, on the autograd thread of its device. Nodes hold it.
+class GradientConsumer : public torch::CustomClassHolder {
  public:
-  virtual ~GradientConsumer() = default;
+  // The finished gradient of a backward pass: once in each.
   virtual void consume(at::Tensor gradient) = 0;
-  // For nodes that make the leaf's gradient: takes it as a product of two matrices, or in another dtype than the
-  // leaf's, so that it is not rounded before it is summed. Such a node then passes on no gradient. Returns false for
+  // For a node that makes the leaf's gradient, or a part of it: takes it as a product of two matrices, or in another
+  // dtype than the leaf's, so that it is not rounded before it is summed. The node then passes on no gradient. Called
+  // as each node runs, so several times in a pass in which several do, and beside consume(). A pass that asks for the
+  // leaf's gradient (torch::autograd::grad) gets none: only for nodes that such a pass never meets. Returns false for
   // what has to come as a gradient.
   virtual bool add_product(const at::Tensor& /*left*/, const at::Tensor& /*right*/) { return false; }
   virtual bool add_wide(const at::Tensor& /*gradient*/) { return false; }
@@ -74,8 +77,8 @@ class GradientConsumer {
 
 // Moves the gradient of `leaf` out of `.grad` to `consumer` as soon as a backward pass has completed it, so that a
 // stage never holds two copies of its gradients.
-void consume_gradients(const at::Tensor& leaf, std::shared_ptr<GradientConsumer> consumer);
+void consume_gradients(const at::Tensor& leaf, c10::intrusive_ptr<GradientConsumer> consumer);
 // The leaf's consumer; null if it has none.
-std::shared_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf);
+c10::intrusive_ptr<GradientConsumer> consumer_of(const at::Tensor& leaf);
 
 }  // namespace roundpipe::torch_compat

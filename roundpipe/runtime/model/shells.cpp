@@ -142,7 +142,7 @@ Shell& Shells::get(int worker, size_t index, Layer& layer, c10::Device device,
   if (!shell->layer) {
     shell->layer = layer.make_shell(device);
     for (size_t i = 0; i < shell->layer->parameters.size(); ++i) {
-      torch_compat::consume_gradients(shell->layer->parameters[i], std::make_shared<SinkConsumer>(*shell, i));
+      torch_compat::consume_gradients(shell->layer->parameters[i], c10::make_intrusive<SinkConsumer>(*shell, i));
     }
   }
   if (!shell->refreshed || shell->attributes != attributes) {

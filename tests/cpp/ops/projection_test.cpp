@@ -166,7 +166,7 @@ TEST_CASE("project: a gradient goes into a sum as a product, if somebody takes i
         const at::Tensor input = leaf({2, 7, 12}, dtype), weight = leaf({5, 12}, dtype), bias = leaf({5}, dtype);
         const at::Tensor given = at::ones({2, 7, 5}, input.options().requires_grad(false));
         const at::Tensor expected = torch::autograd::grad({project(input, {weight, bias})}, {weight}, {given})[0];
-        const auto sum = std::make_shared<Sum>();
+        const auto sum = c10::make_intrusive<Sum>();
         sum->takes = takes;
         roundpipe::torch_compat::consume_gradients(weight, sum);
         const at::Tensor result = project(input, {weight, bias}, {.is_read = is_read, .sums_products = true});

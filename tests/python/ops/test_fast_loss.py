@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import roundpipe
 from roundpipe.ops.functional import linear_cross_entropy
 
 STEPS: list[tuple[Any, ...]] = [
@@ -119,3 +121,35 @@ def test_the_memory_of_a_chunk_is_its_logits_once() -> None:
 def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(ValueError, match="the arithmetic is 'half', expected exact or fast"):
         linear_cross_entropy(torch.ones(1, 2), torch.ones(3, 2), torch.tensor([0]), arithmetic="half")  # type: ignore[arg-type]
+
+
+class PenalisedHead(nn.Module):
+    """A loss that grows with its own gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(31, 16))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        labels = torch.arange(hidden.shape[0]) % 31
+        with torch.enable_grad():
+            once = linear_cross_entropy(hidden.detach(), self.weight, labels, arithmetic="fast")
+            (slope,) = torch.autograd.grad(once, self.weight)
+        return linear_cross_entropy(hidden, self.weight, labels, arithmetic="fast") * (1 + slope.float().norm())
+
+
+def test_a_layer_may_take_the_gradient_of_its_own_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), PenalisedHead()).bfloat16()
+    rows = torch.randn(8, 8).bfloat16()
+    model(rows).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    roundpipe.devices("virtual:1")
+    config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
+    pipe = roundpipe.RoundPipe(model, model_run_config=config)
+    pipe.forward_backward((rows,), loss_fn=lambda loss, _: loss)
+    pipe.synchronize()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
