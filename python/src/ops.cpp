@@ -148,7 +148,7 @@ void bind_documents(py::module_& module) {
       .def(
           "with_window",
           [](const Documents& documents, int64_t window) {
-            return std::make_shared<Documents>(window, documents.rows);
+            return std::make_shared<Documents>(with_window(documents, window));
           },
           py::arg("window"))
       .def("has_inner_padding", &has_inner_padding);

@@ -116,7 +116,7 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
                  hidden.documents = hidden.window_documents = tokens.documents;
                  if (any_slides) {
                    hidden.window_documents =
-                       std::make_shared<ops::Documents>(window.value_or(0), tokens.documents->rows);
+                       std::make_shared<ops::Documents>(ops::with_window(*tokens.documents, window.value_or(0)));
                  }
                  Tensor positions = tokens.positions;
                  if (!positions.defined()) positions = at::arange(ids.size(1), ids.options()).unsqueeze(0);

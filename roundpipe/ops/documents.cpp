@@ -8,6 +8,7 @@
 #include <utility>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/ops/linear_cross_entropy.h>
 
 namespace roundpipe::ops {
 
@@ -68,8 +69,7 @@ Documents find_documents(const Tensor& attention_mask, const Tensor& positions, 
   }
   if (positions.defined()) split(documents.rows, positions, tokens);
   if (labels.defined() && has_padding(documents) && is_right_padded(documents)) {
-    constexpr int64_t kIgnored = -100;
-    const Tensor counts = labels.to(at::kCPU).ne(kIgnored).logical_and(attention_mask.to(at::kCPU).eq(0));
+    const Tensor counts = labels.to(at::kCPU).ne(kIgnoredLabel).logical_and(attention_mask.to(at::kCPU).eq(0));
     documents.padding_is_unread = !counts.any().item<bool>();
   }
   return documents;
@@ -88,6 +88,12 @@ Documents read_documents(const Tensor& table, const std::optional<Tensor>& posit
   check_documents(documents, rows, tokens);
   if (positions && positions->dim() == 2) split(documents.rows, *positions, tokens);
   return documents;
+}
+
+Documents with_window(const Documents& documents, int64_t window) {
+  Documents windowed = documents;
+  windowed.window = window;
+  return windowed;
 }
 
 void check_documents(const Documents& documents, int64_t rows, int64_t tokens) {

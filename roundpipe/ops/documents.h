@@ -19,8 +19,8 @@ struct Documents {
 
 // Finds the documents of a batch, with window 0. `attention_mask` [rows, tokens] is 0 for padding; a document also ends
 // where `positions` [rows or 1, tokens] do not increase by one. Undefined: not given. `labels` [rows, tokens], of which
-// -100 does not count: of a batch of which only the loss is read. On the host; otherwise, it waits for the tensors'
-// device.
+// kIgnoredLabel does not count: of a batch of which only the loss is read. On the host; otherwise, it waits for the
+// tensors' device.
 Documents find_documents(const at::Tensor& attention_mask, const at::Tensor& positions, int64_t rows, int64_t tokens,
                          const at::Tensor& labels = {});
 
@@ -29,6 +29,9 @@ Documents find_documents(const at::Tensor& attention_mask, const at::Tensor& pos
 // count. Waits for the tensors' device. Throws std::invalid_argument unless there are `rows` rows of `tokens` tokens.
 Documents read_documents(const at::Tensor& table, const std::optional<at::Tensor>& positions, int64_t rows,
                          int64_t tokens);
+
+// The same documents, in which tokens see so many.
+Documents with_window(const Documents& documents, int64_t window);
 
 // Throws std::invalid_argument unless there are `rows` rows of `tokens` tokens.
 void check_documents(const Documents& documents, int64_t rows, int64_t tokens);

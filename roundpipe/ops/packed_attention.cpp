@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <ATen/Functions.h>
+#include <ATen/SDPBackend.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -98,14 +99,20 @@ Tensor by_scores(const Tensor& query, const Tensor& given_key, const Tensor& giv
 
 const c10::OperatorName kOneCall("aten::_flash_attention_forward", "");
 
-bool has_one_call(const Tensor& query, const Tensor& value, const Documents& documents,
+bool has_one_call(const Tensor& query, const Tensor& key, const Tensor& value, const Documents& documents,
                   const PackedAttentionOptions& options) {
+  constexpr int64_t kWidthStep = 8;  // torch's SDPA pads other widths, this operator does not
   const bool is_half = query.scalar_type() == at::kHalf || query.scalar_type() == at::kBFloat16;
   const bool is_narrow = query.size(-1) <= kWidestGroupedHead && query.size(-1) == value.size(-1);
   if (!options.starts || !is_half || !is_narrow || documents.window > 0) return false;
   if (options.dropout > 0 || options.softcap || options.sinks) return false;
+  if (query.size(-1) % kWidthStep != 0) return false;
   const std::optional<c10::OperatorHandle> found = c10::Dispatcher::singleton().findSchema(kOneCall);
-  return found && found->hasKernelForDispatchKey(query.options().computeDispatchKey());
+  if (!found || !found->hasKernelForDispatchKey(query.options().computeDispatchKey())) return false;
+  // Cards that are too old have the kernel as well, but torch chooses another one there.
+  const auto choice = static_cast<at::SDPBackend>(at::_fused_sdp_choice(
+      query, key, value, std::nullopt, 0, /*is_causal=*/true, options.scaling, query.size(1) != key.size(1)));
+  return choice == at::SDPBackend::flash_attention || choice == at::SDPBackend::cudnn_attention;
 }
 
 // All documents of all rows in one call of torch's flash attention, in which padding attends to itself.
@@ -153,7 +160,7 @@ Tensor packed_attention(const Tensor& query, const Tensor& key, const Tensor& va
                         const PackedAttentionOptions& options) {
   const int64_t tokens = query.size(2);
   check_documents(documents, query.size(0), tokens);
-  if (has_one_call(query, value, documents, options)) return in_one_call(query, key, value, documents, options);
+  if (has_one_call(query, key, value, documents, options)) return in_one_call(query, key, value, documents, options);
   const auto attend = [&](const Tensor& queries, const Tensor& keys, const Tensor& values) {
     return options.softcap || options.sinks ? by_scores(queries, keys, values, documents.window, options)
                                             : by_sdpa(queries, keys, values, documents.window, options);

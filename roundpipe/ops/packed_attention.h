@@ -19,8 +19,9 @@ struct PackedAttentionOptions {
   std::optional<at::Tensor> sinks;  // [heads]: a score that takes its share of the softmax and adds nothing
   int64_t queries_at_once = 1024;   // for a document longer than its window, or whose scores are computed here
   // What document_starts() makes of the same documents, on the query's device: all documents are computed in one call,
-  // with other bits, if torch has a kernel for that there. It has one on CUDA; and none for other dtypes than fp16 and
-  // bf16, for wider heads than kWidestGroupedHead, and for dropout, a softcap, sinks or a window.
+  // with other bits, if torch has a kernel for that there. It has one on CUDA, from Ampere on; and none for other
+  // dtypes than fp16 and bf16, for heads wider than kWidestGroupedHead or of a width that 8 does not divide, and for
+  // dropout, a softcap, sinks or a window.
   std::optional<at::Tensor> starts = std::nullopt;
 };
 

@@ -37,6 +37,7 @@ TEST_CASE("documents: found where the attention mask changes and where positions
   CHECK(find_documents({}, at::tensor({0, 1, 2, 3, 4, 0, 0, 5, 6, 9}).reshape({2, 5}), 2, 5).rows ==
         Rows{{5}, {1, 1, 2, 1}});
   CHECK(find_documents(mask, positions, 2, 5).window == 0);
+  CHECK(with_window(find_documents(mask, positions, 2, 5), 3) == Documents{3, {{-1, 2, -2}, {3, 2}}});
 }
 
 TEST_CASE("documents: read from a table, and where positions restart") {

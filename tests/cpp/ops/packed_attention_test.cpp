@@ -22,9 +22,9 @@ struct Heads {
   Heads to(c10::ScalarType dtype) const { return {query.to(dtype), key.to(dtype), value.to(dtype)}; }
 };
 
-Heads heads() {
+Heads heads(int64_t width = 4) {
   at::Generator generator = at::detail::createCPUGenerator(5);
-  const auto drawn = [&](int64_t count) { return at::randn({2, count, kTokens, 4}, generator, at::kDouble); };
+  const auto drawn = [&](int64_t count) { return at::randn({2, count, kTokens, width}, generator, at::kDouble); };
   return {drawn(4), drawn(2), drawn(2)};
 }
 
@@ -156,9 +156,9 @@ TEST_CASE("packed attention: where documents start among the tokens of all rows"
 }
 
 TEST_CASE("packed attention: all documents in one call where torch has a kernel") {
-  const Heads given = heads().to(at::kBFloat16);
+  const Heads given = heads(8).to(at::kBFloat16);
   const at::Tensor gradient =
-      at::linspace(-1, 1, 2 * kTokens * 16, at::kFloat).reshape({2, kTokens, 4, 4}).to(at::kBFloat16);
+      at::linspace(-1, 1, 2 * kTokens * 32, at::kFloat).reshape({2, kTokens, 4, 8}).to(at::kBFloat16);
   for (const Documents& documents : {Documents{0, {{4, 5}, {9}}}, Documents{0, {{-2, 3, 4}, {3, 3, -3}}}}) {
     PackedAttentionOptions options;
     options.scaling = 0.5;
@@ -184,9 +184,10 @@ TEST_CASE("packed attention: what one call cannot do is computed as without it")
     packed_attention(given.query, given.key, given.value, documents, options);
     return flash_calls;
   };
-  const Heads half = heads().to(at::kHalf);
+  const Heads half = heads(8).to(at::kHalf);
   CHECK(run(half, with_window) == 0);
-  CHECK(run(heads(), whole) == 0);
+  CHECK(run(heads(8), whole) == 0);
+  CHECK(run(heads().to(at::kHalf), whole) == 0);
   options.softcap = 1.5;
   CHECK(run(half, whole) == 0);
   options.softcap.reset();
@@ -195,4 +196,6 @@ TEST_CASE("packed attention: what one call cannot do is computed as without it")
   options.sinks.reset();
   options.starts.reset();
   CHECK(run(half, whole) == 0);
+  options.starts = document_starts(whole);
+  CHECK(run(half, whole) == 1);
 }
