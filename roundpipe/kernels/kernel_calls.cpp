@@ -71,7 +71,7 @@ void run_kernel(const Kernel& kernel, const Tensor& beside) {
 
 // Whether torch's own operators compute: where no kernels run. Warns once for each reason. Refuses dtypes that the
 // kernels do not know, wherever they run.
-bool is_plain(const char* where, const Tensor& tensor) {
+bool falls_back(const char* where, const Tensor& tensor) {
   if (tensor.numel() == 0) return false;
   for_dtype(where, tensor.scalar_type(), [](auto) {});
   const std::string why = why_no_kernels(tensor.device());
@@ -156,7 +156,7 @@ std::tuple<Tensor, Tensor, Tensor> norm(const Tensor& given, const std::optional
                                         double eps) {
   check_norm(given, by);
   if (added) check_same("add_rms_norm", given, *added);
-  if (is_plain("rms_norm", given)) return plain::norm(given, added, by, eps);
+  if (falls_back("rms_norm", given)) return plain::norm(given, added, by, eps);
   const Tensor input = given.contiguous(), weight = by.contiguous();
   const Tensor residual = added ? added->contiguous() : Tensor();
   const Tensor normed = at::empty(input.sizes(), input.options());
@@ -185,7 +185,11 @@ std::tuple<Tensor, Tensor> norm_backward(const Tensor& normed_gradient, const st
   check_same("rms_norm", given, normed_gradient);
   if (sum_gradient) check_same("add_rms_norm", given, *sum_gradient);
   check_device("rms_norm", given, scales);
-  if (is_plain("rms_norm", given))
+  if (scales.scalar_type() != at::kFloat || scales.dim() != 1 || scales.size(0) != rows_of(given)) {
+    refuse("rms_norm", "the scales are ", scales.scalar_type(), " ", scales.sizes(), ", expected fp32 [",
+           rows_of(given), "]");
+  }
+  if (falls_back("rms_norm", given))
     return plain::norm_backward(normed_gradient, sum_gradient, given, by, scales, weight_trains);
   const Tensor input = given.contiguous(), weight = by.contiguous(), g = normed_gradient.contiguous();
   const Tensor more = sum_gradient ? sum_gradient->contiguous() : Tensor();
@@ -235,7 +239,7 @@ Tensor turn(const Tensor& given, const Tensor& given_cos, const Tensor& given_si
     refuse(kWhere, "the tables are ", given_cos.scalar_type(), " ", given_cos.sizes(), ", expected ",
            given.scalar_type(), " [", rows, " or 1, ", tokens, ", ", width, " or ", width / 2, "]");
   }
-  if (is_plain(kWhere, given)) return plain::turn(given, given_cos, given_sin, backward);
+  if (falls_back(kWhere, given)) return plain::turn(given, given_cos, given_sin, backward);
   const Tensor states = given.contiguous(), cos = given_cos.contiguous(), sin = given_sin.contiguous();
   const Tensor turned = at::empty(states.sizes(), states.options());
   if (!has_values(states)) return turned;
@@ -280,16 +284,25 @@ Kernel gate_kernel(Int64 all, const GateLayout& layout, std::optional<double> al
   return kernel;
 }
 
-Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::optional<double> alpha, double limit) {
-  if (given_up) check_same("silu_gate", given, *given_up);
-  if (!given_up && (given.dim() < 1 || given.size(-1) % 2 != 0)) {
-    refuse(alpha ? "clamped_gate" : "silu_gate", "the input has shape ", given.sizes(),
+// The shape of the result.
+std::vector<int64_t> checked_gate(const Tensor& given, const std::optional<Tensor>& up, bool is_clamped) {
+  std::vector<int64_t> shape = given.sizes().vec();
+  if (up) {
+    check_same("silu_gate", given, *up);
+    return shape;
+  }
+  if (shape.empty() || shape.back() % 2 != 0) {
+    refuse(is_clamped ? "clamped_gate" : "silu_gate", "the input has shape ", given.sizes(),
            ", expected an even last dimension");
   }
-  if (is_plain("gate", given)) return plain::gate(given, given_up, alpha, limit);
+  shape.back() /= 2;
+  return shape;
+}
+
+Tensor gate(const Tensor& given, const std::optional<Tensor>& given_up, std::optional<double> alpha, double limit) {
+  const std::vector<int64_t> shape = checked_gate(given, given_up, alpha.has_value());
+  if (falls_back("gate", given)) return plain::gate(given, given_up, alpha, limit);
   const Tensor first = given.contiguous(), up = given_up ? given_up->contiguous() : Tensor();
-  std::vector<int64_t> shape = first.sizes().vec();
-  if (!given_up) shape.back() /= 2;
   const Tensor result = at::empty(shape, first.options());
   if (!has_values(result)) return result;
   const GateLayout layout = layout_of(first, given_up.has_value(), alpha.has_value());
@@ -308,8 +321,12 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Ten
                                          const std::optional<Tensor>& given_up, std::optional<double> alpha,
                                          double limit) {
   check_device("gate", given_gradient, given);
-  if (given_up) check_same("silu_gate", given, *given_up);
-  if (is_plain("gate", given)) return plain::gate_backward(given_gradient, given, given_up, alpha, limit);
+  if (given_gradient.sizes() != checked_gate(given, given_up, alpha.has_value()) ||
+      given_gradient.scalar_type() != given.scalar_type()) {
+    refuse("gate", "the gradient is ", given_gradient.scalar_type(), " ", given_gradient.sizes(), " for ",
+           given.scalar_type(), " ", given.sizes(), ", expected that of the result");
+  }
+  if (falls_back("gate", given)) return plain::gate_backward(given_gradient, given, given_up, alpha, limit);
   const Tensor gradient = given_gradient.contiguous(), first = given.contiguous();
   const Tensor up = given_up ? given_up->contiguous() : Tensor();
   const Tensor of_gate = at::empty(first.sizes(), first.options());
@@ -331,14 +348,14 @@ std::tuple<Tensor, Tensor> gate_backward(const Tensor& given_gradient, const Ten
 
 Tensor token_losses(Tensor& logits, const Tensor& given_labels, int64_t ignore_index, bool writes_gradient) {
   constexpr const char* kWhere = "cross_entropy_";
-  if (logits.dim() != 2 || !logits.is_contiguous() || given_labels.dim() != 1 ||
+  if (logits.dim() != 2 || logits.size(1) == 0 || !logits.is_contiguous() || given_labels.dim() != 1 ||
       given_labels.size(0) != logits.size(0) || given_labels.scalar_type() != at::kLong) {
     refuse(kWhere, "got logits ", logits.sizes(), " and ", given_labels.scalar_type(), " labels ", given_labels.sizes(),
-           ", expected contiguous [tokens, vocabulary] and int64 [tokens]");
+           ", expected contiguous [tokens, vocabulary], of one at least, and int64 [tokens]");
   }
   check_device(kWhere, logits, given_labels);
   if (writes_gradient) logits.unsafeGetTensorImpl()->bump_version();
-  if (is_plain(kWhere, logits)) return plain::token_losses(logits, given_labels, ignore_index, writes_gradient);
+  if (falls_back(kWhere, logits)) return plain::token_losses(logits, given_labels, ignore_index, writes_gradient);
   const Tensor labels = given_labels.contiguous();
   const Tensor losses = at::empty({logits.size(0)}, logits.options().dtype(at::kFloat));
   if (!has_values(logits)) return losses;
@@ -363,7 +380,7 @@ Tensor& add_to(Tensor& sums, const Tensor& addends) {
   }
   check_device("add_wide_", sums, addends);
   sums.unsafeGetTensorImpl()->bump_version();
-  if (is_plain("add_wide_", addends)) {
+  if (falls_back("add_wide_", addends)) {
     plain::add_to(sums, addends);
     return sums;
   }

@@ -46,10 +46,10 @@ at::Tensor clamped_gate(const at::Tensor& gate_up, double alpha, double limit);
 
 // The cross-entropy of each row of logits [tokens, vocabulary], fp32 [tokens], 0 where the label is `ignore_index` and
 // NaN where it is none. With `writes_gradient`, the logits become the gradient of the losses' sum; an ignored row's is
-// 0, unless it has no probabilities. Not differentiable.
+// 0, unless it has no probabilities. Not differentiable: logits that require a gradient are an error.
 at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, int64_t ignore_index, bool writes_gradient);
 
-// sums += addends, for fp32 sums and addends of any dtype; both contiguous. Not differentiable.
+// sums += addends, for fp32 sums and addends of one of the dtypes; both contiguous. Not differentiable, likewise.
 void add_wide_(at::Tensor& sums, const at::Tensor& addends);
 
 // The kernels' source for compilers of cards at run time, for ROUNDPIPE_ON_CARD. It includes nothing. Its entries have

@@ -153,6 +153,30 @@ Tensor differentiable_clamped_gate(const Tensor& gate_up, double alpha, double l
   return GateFunction::apply(gate_up, std::nullopt, alpha, limit);
 }
 
+// For operators without gradients, which autograd would pass over in silence.
+void refuse_gradients(const char* where, const Tensor& tensor) {
+  if (!at::GradMode::is_enabled() || !tensor.requires_grad()) return;
+  throw std::invalid_argument(
+      concat("[", where,
+             "] the operator has no gradient, and was given a tensor that requires one; expected "
+             "a detached one, or torch.no_grad()"));
+}
+
+Tensor undifferentiable_cross_entropy(Tensor& logits, const Tensor& labels, int64_t ignore_index,
+                                      bool writes_gradient) {
+  refuse_gradients("cross_entropy_", logits);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return cross_entropy_(logits, labels, ignore_index, writes_gradient);
+}
+
+Tensor& undifferentiable_add_wide(Tensor& sums, const Tensor& addends) {
+  refuse_gradients("add_wide_", sums);
+  refuse_gradients("add_wide_", addends);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  add_wide_(sums, addends);
+  return sums;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(roundpipe, library) {
@@ -174,6 +198,10 @@ TORCH_LIBRARY(roundpipe, library) {
       "_gate_backward(Tensor gradient, Tensor first, Tensor? up, float? alpha, float limit) -> (Tensor, Tensor)");
 }
 
+TORCH_LIBRARY_IMPL(roundpipe, Autograd, library) {
+  library.impl("cross_entropy_", undifferentiable_cross_entropy);
+  library.impl("add_wide_", undifferentiable_add_wide);
+}
 TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_kernel_calls(library); }
 TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_kernel_calls(library); }
 // Every other kind of device.

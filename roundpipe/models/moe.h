@@ -54,8 +54,8 @@ struct MoeWeights {
 
 // Computes the mixture for hidden states [rows, tokens, width]. It dispatches the operators that transformers' code
 // dispatches, in the same order and dtypes, so values and gradients have the same bits; in fast arithmetic, gates are
-// fused kernels. kEager copies the experts'
-// token counts to the host, once; the others never wait for the device where torch has grouped kernels.
+// fused kernels. kEager copies the experts' token counts to the host, once; the others never wait for the device where
+// torch has grouped kernels.
 // `router_logits`: null, or set to the router's scores [rows * tokens, experts] before the softmax.
 // Thread safety: any thread; no state is kept between calls. Errors: torch's own for shapes that do not match.
 at::Tensor mixture_of_experts(const MoeConfig& config, const MoeWeights& weights, Experts experts,

@@ -226,11 +226,11 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
   }
 }
 
-bool Engine::while_idle(const std::vector<std::shared_ptr<Engine>>& pools, const std::function<void()>& work) {
+bool Engine::while_idle(const std::vector<std::shared_ptr<Engine>>& engines, const std::function<void()>& work) {
   std::vector<std::unique_lock<Mutex>> submissions;
-  for (const std::shared_ptr<Engine>& pool : pools) submissions.emplace_back(pool->mutex_);
-  for (const std::shared_ptr<Engine>& pool : pools) {
-    for (Worker* worker : pool->live()) {
+  for (const std::shared_ptr<Engine>& engine : engines) submissions.emplace_back(engine->mutex_);
+  for (const std::shared_ptr<Engine>& engine : engines) {
+    for (Worker* worker : engine->live()) {
       const MutexLock lock(worker->queue().mutex());
       if (!worker->queue().jobs().empty()) return false;
     }

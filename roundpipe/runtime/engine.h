@@ -115,8 +115,8 @@ class Engine {
   };
 
   void stop();
-  // Does `work` while no device of `pools` has jobs and none are submitted, and returns whether that was so.
-  static bool while_idle(const std::vector<std::shared_ptr<Engine>>& pools,
+  // Does `work`, under the locks of submissions, while no device of `engines` has jobs; returns whether that was so.
+  static bool while_idle(const std::vector<std::shared_ptr<Engine>>& engines,
                          const std::function<void()>& work) ROUNDPIPE_NOT_ANALYZED;
   std::vector<Worker*> live() const;
   std::vector<int> numbers(bool (Worker::*counts)() const) const;

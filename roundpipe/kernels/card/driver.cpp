@@ -14,6 +14,21 @@ void* library_or_error(const std::string& name) {
   return library;
 }
 
+// What both drivers have, under these names.
+struct Names {
+  const char *driver, *load, *find, *launch, *error_text;
+};
+
+Driver driver_of(void* library, const Names& names) {
+  Driver driver;
+  driver.name = names.driver;
+  find_function(driver.load, library, names.load);
+  find_function(driver.find, library, names.find);
+  find_function(driver.launch, library, names.launch);
+  find_function(driver.error_text, library, names.error_text);
+  return driver;
+}
+
 }  // namespace
 
 void Driver::check(int error, const std::string& what) const {
@@ -28,12 +43,8 @@ Driver cuda_driver() {
   // Of CUdevice_attribute.
   constexpr int kMajor = 75, kMinor = 76;
   void* const library = library_or_error("libcuda.so");
-  Driver driver;
-  driver.name = "CUDA";
-  find_function(driver.load, library, "cuModuleLoadData");
-  find_function(driver.find, library, "cuModuleGetFunction");
-  find_function(driver.launch, library, "cuLaunchKernel");
-  find_function(driver.error_text, library, "cuGetErrorString");
+  Driver driver =
+      driver_of(library, {"CUDA", "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel", "cuGetErrorString"});
   int (*get_context)(void**), (*set_context)(void*), (*get_device)(int*, int), (*retain)(void**, int);
   int (*get_attribute)(int*, int, int), (*get_version)(int*);
   find_function(get_context, library, "cuCtxGetCurrent");
@@ -68,12 +79,8 @@ Driver cuda_driver() {
 
 Driver rocm_driver() {
   void* const library = library_or_error("libamdhip64.so");
-  Driver driver;
-  driver.name = "ROCm";
-  find_function(driver.load, library, "hipModuleLoadData");
-  find_function(driver.find, library, "hipModuleGetFunction");
-  find_function(driver.launch, library, "hipModuleLaunchKernel");
-  find_function(driver.error_text, library, "hipDrvGetErrorString");
+  Driver driver = driver_of(
+      library, {"ROCm", "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel", "hipDrvGetErrorString"});
   int (*get_properties)(char*, int);
   find_function(get_properties, library, "hipGetDevicePropertiesR0600");
 

@@ -345,6 +345,20 @@ def test_gradients_by_finite_differences() -> None:
             assert abs(slope - float((gradient.double() * direction.double()).sum())) <= 5e-3 * scale
 
 
+def test_what_has_no_gradient_refuses_tensors_that_require_one() -> None:
+    logits, labels = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2])
+    for needing in (logits, logits * 2):
+        with pytest.raises(ValueError, match=r"\[cross_entropy_\] the operator has no gradient"):
+            ops.cross_entropy_(needing, labels, -100, True)
+    for sums, addends in ((logits, torch.ones(2, 5)), (torch.ones(2, 5), logits)):
+        with pytest.raises(ValueError, match=r"\[add_wide_\] the operator has no gradient"):
+            ops.add_wide_(sums, addends)
+    before = logits.detach().clone()
+    with torch.no_grad():
+        ops.cross_entropy_(logits, labels, -100, True)
+    assert not torch.equal(logits, before)
+
+
 def test_second_derivatives_are_refused() -> None:
     x, table = torch.randn(1, 2, 1, 8, requires_grad=True), torch.ones(1, 2, 8)
     for function in (
@@ -375,6 +389,14 @@ def test_second_derivatives_are_refused() -> None:
         (lambda: ops.silu_gate(torch.ones(2, 7)), "an even last dimension"),
         (lambda: ops.cross_entropy_(torch.ones(2, 7), torch.ones(3, dtype=torch.int64), 0, True), "int64 .tokens."),
         (lambda: ops.add_wide_(torch.ones(2, 7), torch.ones(7)), "of one shape"),
+        (lambda: ops.cross_entropy_(torch.ones(2, 0), torch.zeros(2, dtype=torch.int64), 0, True), "of one at least"),
+        (lambda: ops._gate_backward(torch.ones(2), torch.ones(4), torch.ones(4), None, 0.0), "that of the result"),
+        (
+            lambda: ops._rms_norm_backward(
+                torch.ones(2, 8), None, torch.ones(2, 8), torch.ones(8), torch.ones(3), True
+            ),
+            r"expected fp32 \[2\]",
+        ),
     ],
 )
 def test_refused(call: Callable[[], Any], message: str) -> None:
