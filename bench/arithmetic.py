@@ -19,56 +19,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
 from support.accelerator import describe
+from support.language_models import SHAPES, configuration
 from support.report import Report, parser
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops.functional import Arithmetic
+from roundpipe.planning.shape_meter import ShapeMeter
 
 FORMS: tuple[Arithmetic, ...] = ("exact", "fast")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# hidden, inner, heads, key heads, head width
-SHAPES = {"Qwen3-1.7B": (2048, 6144, 16, 8, 128), "Qwen3-8B": (4096, 12288, 32, 8, 128), "tiny": (64, 128, 4, 2, 16)}
 
 
-def model_of(shape: str, layers: int, vocabulary: int) -> Any:
-    hidden, inner, heads, key_heads, width = SHAPES[shape]
+def model_of(shape: str, layers: int, vocabulary: int, longest: int) -> Any:
+    config = configuration(shape, longest, layers)
+    config.vocab_size = vocabulary
     torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=key_heads,
-        head_dim=width,
-        num_hidden_layers=layers,
-        use_cache=False,
-    )
-    return transformers.Qwen3ForCausalLM(config)
-
-
-class Traffic(TorchDispatchMode):
-    """Counts element-wise kernels, and the bytes that they read and write."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.kernels = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name.split("::")[1]
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
-        apart = is_view or "attention" in name or name in ("empty", "detach", "_unsafe_view", "mm", "addmm", "bmm")
-        if not apart:
-            self.kernels += 1
-            tensors = pytree.tree_leaves((args, kwargs, result))
-            self.bytes += sum(each.nbytes for each in tensors if isinstance(each, torch.Tensor))
-        return result
+    return AutoModelForCausalLM.from_config(config)
 
 
 @dataclass
@@ -135,7 +105,7 @@ def layers(report: Report, options: Any) -> list[str]:
     """Prints the first two tables; returns what is wrong."""
     rows, near_rows, wrong = [], [], []
     for shape in options.shapes:
-        plain = model_of(shape, 1, 64).model.layers[0]
+        plain = model_of(shape, 1, 64, options.tokens).model.layers[0]
         for name in options.dtypes:
             decoder = native_decoder(copy.deepcopy(plain).to(DTYPES[name]), 0)
             assert isinstance(decoder, NativeDecoder), decoder
@@ -145,13 +115,13 @@ def layers(report: Report, options: Any) -> list[str]:
             wrong += (
                 [] if near else [f"{shape} in {name}: the fast form is {fast:g} from fp64, the exact one {exact:g}"]
             )
-            counted: dict[Arithmetic, list[Traffic]] = {}
+            counted: dict[Arithmetic, list[_core.LayerWork]] = {}
             for form in FORMS:
-                with Traffic() as forward:
+                with ShapeMeter([]) as forward:
                     output, inputs = layer.forward(form)
-                with Traffic() as backward:
+                with ShapeMeter([]) as backward:
                     layer.backward(output, inputs)
-                counted[form] = [forward, backward]
+                counted[form] = [forward.work, backward.work]
 
             def run(form: Arithmetic, layer: Layer = layer) -> None:
                 layer.results(form)
@@ -164,9 +134,9 @@ def layers(report: Report, options: Any) -> list[str]:
                     name,
                     *(f"{seconds[form] * 1e3:.1f}" for form in FORMS),
                     f"{seconds['exact'] / seconds['fast']:.2f}",
-                    *(" + ".join(f"{each.kernels}" for each in counted[form]) for form in FORMS),
+                    *(" + ".join(f"{each.element_kernels:.0f}" for each in counted[form]) for form in FORMS),
                     *(
-                        " + ".join(f"{each.bytes / options.tokens / 1e3:.0f}" for each in counted[form])
+                        " + ".join(f"{each.element_bytes / options.tokens / 1e3:.0f}" for each in counted[form])
                         for form in FORMS
                     ),
                 ]
@@ -187,7 +157,7 @@ def layers(report: Report, options: Any) -> list[str]:
 def training(report: Report, options: Any) -> None:
     rows = []
     roundpipe.devices(options.device)
-    plain = model_of(options.trained, options.layers, options.vocabulary)
+    plain = model_of(options.trained, options.layers, options.vocabulary, options.length)
     ids = torch.randint(options.vocabulary, (options.rows, options.length), generator=torch.Generator().manual_seed(2))
     for name in options.dtypes:
         steps: dict[Arithmetic, Callable[[], object]] = {}
@@ -220,7 +190,7 @@ def training(report: Report, options: Any) -> None:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--device", default="virtual:1")
-    arguments.add_argument("--shapes", nargs="+", default=["Qwen3-1.7B"], choices=list(SHAPES))
+    arguments.add_argument("--shapes", nargs="+", default=["1.7B"], choices=list(SHAPES))
     arguments.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=list(DTYPES))
     arguments.add_argument("--tokens", type=int, default=512, help="of the layer")
     arguments.add_argument("--trained", default="tiny", choices=list(SHAPES))

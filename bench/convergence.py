@@ -16,15 +16,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from support.demo_runs import DemoRuns, Losses
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.demo.corpus import load_corpus
 from roundpipe.demo.model import as_layers, build_llama
 from roundpipe.demo.options import FULL, VIRTUAL_DEVICES, DemoOptions
-from roundpipe.demo.tokenizer import encode_files, train_tokenizer
 from roundpipe.demo.training import (
-    EvaluationRecord,
     FusedSteps,
     RandomBatches,
     StepRecord,
@@ -79,49 +77,32 @@ CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
 }
 
 
-class Losses:
-    """Keeps what is compared."""
-
-    stop_requested = False
-
-    def __init__(self) -> None:
-        self.held_out = math.nan
-        self.seconds = math.nan
+class FiniteLosses(Losses):
+    """Ends the program at a loss that is NaN."""
 
     def on_step(self, record: StepRecord) -> None:
+        super().on_step(record)
         if math.isnan(record.loss):
             raise SystemExit(f"the loss of step {record.step} is NaN")
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self.held_out, self.seconds = record.held_out_loss, record.elapsed_s
 
 
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=FULL.steps)
     chosen = arguments.parse_args()
-    options = replace(FULL, steps=chosen.steps, evaluations=0)
-    limit = {}
-    if chosen.quick:
-        options = replace(options, steps=3, batch_size=2, sequence_length=16, evaluation_batches=1)
-        limit = {"limit_bytes": 1_200_000}
     report = Report("Convergence of the demo's model", chosen.out)
     roundpipe.devices(VIRTUAL_DEVICES)
-    corpus = load_corpus(**limit)
-    tokenizer = train_tokenizer((file.text for file in corpus.training), 512 if chosen.quick else 2048)
-    training, held_out = (encode_files(tokenizer, files) for files in (corpus.training, corpus.held_out))
-    vocabulary = tokenizer.get_vocab_size()
-    report(
-        f"{options.steps} steps of {options.batch_size} x {options.sequence_length} tokens, vocabulary {vocabulary}."
-    )
+    runs = DemoRuns.prepare(replace(FULL, steps=chosen.steps, evaluations=0), chosen.quick)
+    options = runs.options
+    report(f"{runs}.")
     report("")
     rows, losses, failed = [], {}, []
     for name, (dtype, make, compared) in CASES.items():
-        llama = build_llama(vocabulary, options.sequence_length, options.seed, dtype)
+        llama = build_llama(runs.vocabulary, options.sequence_length, options.seed, dtype)
         layers = as_layers(llama)
         model = roundpipe.RoundPipe(layers, name="demo")
-        seen = Losses()
-        batches, kept_out = RandomBatches(training, options), held_out_batches(held_out, options)
+        seen = FiniteLosses()
+        batches, kept_out = RandomBatches(runs.training, options), held_out_batches(runs.held_out, options)
         train(model, make(model, token_tables(layers), options), batches, kept_out, options, seen)
         losses[name] = seen.held_out
         row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]

@@ -11,26 +11,16 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
+from support.demo_runs import DemoRuns, Losses
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.demo.corpus import load_corpus
 from roundpipe.demo.model import as_layers, build_llama
 from roundpipe.demo.options import VIRTUAL_DEVICES, DemoOptions
-from roundpipe.demo.tokenizer import encode_files, train_tokenizer
-from roundpipe.demo.training import (
-    EvaluationRecord,
-    FusedSteps,
-    RandomBatches,
-    StepRecord,
-    held_out_batches,
-    token_tables,
-    train,
-)
+from roundpipe.demo.training import FusedSteps, RandomBatches, held_out_batches, token_tables, train
 
 STEPS = 60  # a host computes in float16 ten times slower
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -85,52 +75,27 @@ class ScaledSteps(FusedSteps):
         self.skipped += step.skipped
 
 
-class Losses:
-    """Keeps what is compared."""
-
-    stop_requested = False
-
-    def __init__(self) -> None:
-        self.training = self.held_out = self.seconds = math.nan
-
-    def on_step(self, record: StepRecord) -> None:
-        self.training = record.loss
-
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self.held_out, self.seconds = record.held_out_loss, record.elapsed_s
-
-
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--devices", default=VIRTUAL_DEVICES)
     chosen = arguments.parse_args()
-    options = DemoOptions(steps=chosen.steps, evaluations=0)
-    limit = {}
-    if chosen.quick:
-        options = replace(options, steps=3, batch_size=2, sequence_length=16, evaluation_batches=1)
-        limit = {"limit_bytes": 1_200_000}
     report = Report("The demo's model in float16", chosen.out)
     pool = roundpipe.devices(chosen.devices)
-    corpus = load_corpus(**limit)
-    tokenizer = train_tokenizer((file.text for file in corpus.training), 512 if chosen.quick else 2048)
-    training, held_out = (encode_files(tokenizer, files) for files in (corpus.training, corpus.held_out))
-    vocabulary = tokenizer.get_vocab_size()
-    report(
-        f"{options.steps} steps of {options.batch_size} x {options.sequence_length} tokens, vocabulary {vocabulary}, "
-        f"{pool.description}{', fp16 accumulation' if pool.fp16_accumulation else ''}."
-    )
+    runs = DemoRuns.prepare(DemoOptions(steps=chosen.steps, evaluations=0), chosen.quick)
+    options = runs.options
+    report(f"{runs}, {pool.description}{', fp16 accumulation' if pool.fp16_accumulation else ''}.")
     report("")
     report.header(["weights", "training loss", "held-out loss", "against float32", "skipped", "last scale", "seconds"])
     first = math.nan
     for dtype in DTYPES:
-        layers = as_layers(build_llama(vocabulary, options.sequence_length, options.seed, dtype))
+        layers = as_layers(build_llama(runs.vocabulary, options.sequence_length, options.seed, dtype))
         model = roundpipe.RoundPipe(layers, name="demo")
         scaler = roundpipe.GradScaler(enabled=dtype == torch.float16)
         steps = ScaledSteps(model, token_tables(layers), options, scaler)
         seen = Losses()
-        batches = RandomBatches(training, options)
-        train(ScaledModel(model, scaler), steps, batches, held_out_batches(held_out, options), options, seen)
+        batches, kept_out = RandomBatches(runs.training, options), held_out_batches(runs.held_out, options)
+        train(ScaledModel(model, scaler), steps, batches, kept_out, options, seen)
         first = seen.held_out if dtype == torch.float32 else first
         off = seen.held_out / first - 1
         scaling = [str(steps.skipped), f"{scaler.get_scale():g}"] if scaler.is_enabled() else ["", ""]

@@ -93,28 +93,27 @@ def report_checks(report: Report, spec: str, on_card: bool, deadline: Deadline) 
     return passed
 
 
-def report_link(report: Report, spec: str, small: bool, deadline: Deadline) -> None:
-    sizes = ["--quick"] if small else ["--width", "4096", "--layers", "16", "--many-rows", "8192", "--rounds", "3"]
-    report("## Link")
+def report_program(report: Report, title: str, name: str, arguments: list[str], deadline: Deadline) -> None:
+    """What another benchmark reports, under a title."""
+    report(f"## {title}")
     report("")
     try:
-        report(bench_program("gpu/link", ["--device", spec, *sizes], deadline))
+        report(bench_program(name, arguments, deadline))
     except RuntimeError as error:
-        report(f"- no figures of the link: {error}")
+        report(f"- no figures: {error}")
     report("")
+
+
+def report_link(report: Report, spec: str, small: bool, deadline: Deadline) -> None:
+    sizes = ["--quick"] if small else ["--width", "4096", "--layers", "16", "--many-rows", "8192", "--rounds", "3"]
+    report_program(report, "Link", "gpu/link", ["--device", spec, *sizes], deadline)
 
 
 def report_arithmetic(report: Report, spec: str, small: bool, deadline: Deadline) -> None:
     """A layer in both forms and both 16-bit dtypes, and small models; its checks are the program's own."""
-    sizes = ["--quick"] if small else ["--tokens", "8192", "--dtypes", "bf16", "fp16", "--trained", "Qwen3-1.7B"]
+    sizes = ["--quick"] if small else ["--tokens", "8192", "--dtypes", "bf16", "fp16", "--trained", "1.7B"]
     sizes += [] if small else ["--layers", "8", "--rows", "8", "--length", "4096", "--vocabulary", "151936"]
-    report("## Exact and fast arithmetic")
-    report("")
-    try:
-        report(bench_program("arithmetic", ["--device", spec, *sizes], deadline))
-    except RuntimeError as error:
-        report(f"- no figures of the two forms: {error}")
-    report("")
+    report_program(report, "Exact and fast arithmetic", "arithmetic", ["--device", spec, *sizes], deadline)
 
 
 def figures(side: Side, mode: Mode, size: Size, setting: Setting, rate: float) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import peft
 import pytest
+import test_language_models
 import torch
 from transformers import (
     LlamaConfig,
@@ -22,15 +23,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.ops.packed_attention import register
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES: dict[str, Any] = {**test_language_models.SIZES, "head_dim": 16}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moe_models
 import roundpipe
@@ -18,6 +16,7 @@ from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops.packed_attention import register
+from roundpipe.planning.shape_meter import ShapeMeter
 
 HEAD_DIM, WIDTH, INNER, HEADS, KEY_HEADS = 128, 2048, 6144, 16, 8
 MIXTURES = list(moe_models.MODELS)
@@ -33,26 +32,7 @@ def any_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any
     return moe_models.make(name, dtype, **more) if name in MIXTURES else make(name, dtype, **more)
 
 
-class Traffic(TorchDispatchMode):
-    """Counts element-wise kernels, and the bytes that they read and write: all but products, attention and views."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self.kernels = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        name = function._schema.name.split("::")[1]
-        is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in function._schema.returns)
-        moves_nothing = is_view or name in ("empty", "detach", "_unsafe_view")
-        if not moves_nothing and "attention" not in name and name not in ("mm", "addmm", "bmm", "linear"):
-            self.kernels += 1
-            for tensor in pytree.tree_leaves((args, kwargs, result)):
-                self.bytes += tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
-        return result
-
-
-def traffic_of_a_token(arithmetic: Any, tokens: int = 256) -> tuple[Traffic, Traffic, int]:
+def work_of_a_layer(arithmetic: Any, tokens: int = 256) -> tuple[_core.LayerWork, _core.LayerWork, int]:
     """Of a layer of Qwen3-1.7B in bf16, forward and backward."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": HEAD_DIM}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "num_hidden_layers": 1}
@@ -61,20 +41,23 @@ def traffic_of_a_token(arithmetic: Any, tokens: int = 256) -> tuple[Traffic, Tra
     names, weights = zip(*layer.named_parameters(), strict=True)
     hidden = torch.randn(1, tokens, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     table = torch.rand(1, tokens, HEAD_DIM).bfloat16()
-    with Traffic() as forward:
+    with ShapeMeter([]) as forward:
         output = _core.decode(config_of(layer, arithmetic), names, weights, hidden, table, table, None, "sdpa")
     given = torch.ones_like(output)
-    with Traffic() as backward:
+    with ShapeMeter([]) as backward:
         torch.autograd.grad(output, [hidden, *weights], given)
-    return forward, backward, tokens
+    return forward.work, backward.work, tokens
 
 
 def test_bytes_and_kernels_of_a_token() -> None:
-    forward, backward, tokens = traffic_of_a_token("fast")
-    assert forward.bytes <= 100e3 * tokens and forward.kernels <= 8
-    assert backward.bytes <= 175e3 * tokens and backward.kernels <= 11
-    exact_forward, exact_backward, _ = traffic_of_a_token("exact")
-    assert exact_forward.bytes > 4 * forward.bytes and exact_backward.bytes > 5 * backward.bytes
+    forward, backward, tokens = work_of_a_layer("fast")
+    assert forward.element_bytes <= 100e3 * tokens and forward.element_kernels <= 8
+    assert backward.element_bytes <= 175e3 * tokens and backward.element_kernels <= 11
+    exact_forward, exact_backward, _ = work_of_a_layer("exact")
+    assert (
+        exact_forward.element_bytes > 4 * forward.element_bytes
+        and exact_backward.element_bytes > 5 * backward.element_bytes
+    )
 
 
 # What chooses (routers, relu, bounds) may choose otherwise after a rounding to 16 bits.

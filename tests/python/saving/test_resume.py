@@ -105,6 +105,18 @@ def test_the_number_of_microbatches_is_the_checkpoint_s(tmp_path: Path, capsys: 
     assert_same_state(resumed.final(), expected)
 
 
+def weights_after(
+    pipe: Any, optimizer: Any, steps: range, vocabulary: int, shape: tuple[int, int]
+) -> list[torch.Tensor]:
+    """The weights of a language model after these steps, each of a batch of its own."""
+    for step in steps:
+        ids = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(step))
+        pipe.forward_backward((), {"input_ids": ids, "labels": ids})
+        pipe.step(optimizer)
+    pipe.synchronize()
+    return [parameter.detach().clone() for parameter in pipe.parameters()]
+
+
 @pytest.mark.parametrize("native", [False, None])
 def test_a_loss_goes_on_in_chunks_of_the_size_that_it_had(
     native: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -121,12 +133,7 @@ def test_a_loss_goes_on_in_chunks_of_the_size_that_it_had(
         return pipe, roundpipe.optim.SGD(pipe, lr=0.1)
 
     def run(pipe: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
-        for step in steps:
-            ids = torch.randint(40_000, (1, 600), generator=torch.Generator().manual_seed(step))
-            pipe.forward_backward((), {"input_ids": ids, "labels": ids})
-            pipe.step(optimizer)
-        pipe.synchronize()
-        return [parameter.detach().clone() for parameter in pipe.parameters()]
+        return weights_after(pipe, optimizer, steps, 40_000, (1, 600))
 
     roundpipe.devices("virtual:1")
     first, optimizer = make()
@@ -158,12 +165,7 @@ def test_a_training_in_another_arithmetic_says_so(tmp_path: Path, capsys: pytest
         return pipe, roundpipe.optim.SGD(pipe, lr=0.1)
 
     def run(pipe: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
-        for step in steps:
-            ids = torch.randint(40, (4, 9), generator=torch.Generator().manual_seed(step))
-            pipe.forward_backward((), {"input_ids": ids, "labels": ids})
-            pipe.step(optimizer)
-        pipe.synchronize()
-        return [parameter.detach().clone() for parameter in pipe.parameters()]
+        return weights_after(pipe, optimizer, steps, 40, (4, 9))
 
     roundpipe.devices("virtual:2")
     first, optimizer = make("fast")
