@@ -94,6 +94,17 @@ Tensor on_key_heads(const Tensor& states, int64_t groups) {
   return states.reshape({states.size(0), states.size(1) / groups, groups, states.size(3)});
 }
 
+// Torch's attention: [rows, heads, tokens, head width]. On the meta device torch takes it apart, which no accelerator
+// does, so that its memory is not that of a run.
+Tensor fused_attention(const Tensor& query, const Tensor& key, const Tensor& value, const std::optional<Tensor>& mask,
+                       double dropout, bool causal, double scaling, bool grouped) {
+  if (query.is_meta()) {
+    return std::get<0>(
+        at::_scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, causal, mask, scaling));
+  }
+  return at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, scaling, grouped);
+}
+
 Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Tensor value, std::optional<Tensor> mask,
                       int64_t groups) {
   const int64_t tokens = query.size(2);
@@ -110,7 +121,7 @@ Tensor sdpa_attention(const DecoderConfig& config, Tensor query, Tensor key, Ten
   }
   const bool causal = tokens > 1 && !mask;
   const double dropout = config.training ? config.attention_dropout : 0.0;
-  Tensor output = at::scaled_dot_product_attention(query, key, value, mask, dropout, causal, config.scaling, grouped);
+  Tensor output = fused_attention(query, key, value, mask, dropout, causal, config.scaling, grouped);
   output = output.reshape({output.size(0), -1, tokens, value.size(-1)});
   return output.transpose(1, 2).contiguous();
 }

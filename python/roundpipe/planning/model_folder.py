@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roundpipe.files import first_lines, read_json
+from roundpipe.ops.functional import Arithmetic
 from roundpipe.planning.shapes import ModelShapes, make_model, measure
 
 Train = Literal["full", "lora"]
@@ -29,7 +30,7 @@ def is_model(source: str) -> bool:
     return isinstance(document, dict) and "model_type" in document
 
 
-def measure_folder(source: str, tokens: int, train: Train) -> ModelShapes:
+def measure_folder(source: str, tokens: int, train: Train, arithmetic: Arithmetic) -> ModelShapes:
     """Measures the model of a folder or of a config.json for a microbatch of one row, in bf16.
 
     Raises:
@@ -47,7 +48,8 @@ def measure_folder(source: str, tokens: int, train: Train) -> ModelShapes:
         config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         # Its validators, and the models themselves, raise errors of any type for a field that makes no sense.
         model = make_model(config, LORA_RANK if train == "lora" else None)
-        return measure(model, tokens, (path if path.is_dir() else path.parent).resolve().name)
+        name = (path if path.is_dir() else path.parent).resolve().name
+        return measure(model, tokens, name, arithmetic=arithmetic)
     except Exception as error:
         if str(error).startswith("["):
             raise

@@ -30,7 +30,10 @@ def plan(options: PlanOptions) -> None:
     planned = plan_within_memory(options)
     found, request, shapes = planned.fit, planned.fit.request, planned.shapes
     best = found.choices[0]
-    report = options.document(request) | describe_choice(best, found.choices[1:]) | {"again_ms": found.again_ms}
+    arithmetic = {} if shapes is None else {"arithmetic": shapes.arithmetic}
+    report = (
+        options.document(request) | arithmetic | describe_choice(best, found.choices[1:]) | {"again_ms": found.again_ms}
+    )
     more = None if inference else choose_with_more_groups(request, best)
     if more is not None:
         with_groups, choices = more
@@ -68,6 +71,7 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
             f"  model      {shapes.parameters / 1e9:.2f} G parameters, {shapes.trained / 1e9:.2f} G train, "
             f"{shapes.tokens:,} tokens a microbatch"
         )
+        typer.echo(f"  arithmetic {shapes.arithmetic}")
     typer.echo(f"  stages     {report['summary']}")
     typer.echo(f"  notation   {STAGES_LEGEND}")
     step = f"{report['step_ms']:,.1f} ms" + ("" if shapes is None else " (predicted)")

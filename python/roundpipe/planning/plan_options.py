@@ -72,6 +72,13 @@ class PlanOptions(LinkOptions):
         typer.Option(help="For a model: full (all weights, the default) or lora (adapters of rank 16)."),
         After("tokens"),
     ] = None
+    arithmetic: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model: exact (the default) or fast, with fused kernels where layers have a native form."
+        ),
+        After("train"),
+    ] = None
     tflops: Annotated[
         float | None,
         typer.Option(
@@ -79,7 +86,7 @@ class PlanOptions(LinkOptions):
             f"--machine, else {TFLOPS:g}).",
             show_default=False,
         ),
-        After("train"),
+        After("arithmetic"),
     ] = None
     card: Annotated[
         str | None,
@@ -107,6 +114,7 @@ class PlanOptions(LinkOptions):
         super().__post_init__()
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
+        require(self.arithmetic in (None, "exact", "fast"), "arithmetic", self.arithmetic, "exact or fast")
         if self.mode == "sync":
             self.refuse(["steps_shown"], "--mode async or inference")
         require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")

@@ -7,14 +7,15 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from roundpipe import _core
 from roundpipe.memory.budget import HostPrediction, UpdateRule
+from roundpipe.ops.functional import Arithmetic
 from roundpipe.planning import fit as fitting
 from roundpipe.planning.costs import CostSet, load
 from roundpipe.planning.fit import QUICK_EFFORT, ROW_STEP, Fit, longest_row
-from roundpipe.planning.model_folder import is_model, measure_folder
+from roundpipe.planning.model_folder import Train, is_model, measure_folder
 from roundpipe.planning.options import WITH_8BIT
 from roundpipe.planning.plan_options import TOKENS, PlanOptions
 from roundpipe.planning.shapes import ModelShapes
@@ -79,7 +80,8 @@ def _plan(options: PlanOptions) -> Planned:
         host = shapes.host(options.rule)
     else:
         options.refuse(
-            ["tokens", "train", "tflops", "card", "products"], "a model's folder, because costs are for their own batch"
+            ["tokens", "train", "arithmetic", "tflops", "card", "products"],
+            "a model's folder, because costs are for their own batch",
         )
         costs = load(options.model)
         layers = fitting.layers_of_costs(costs)
@@ -103,12 +105,13 @@ def _shapes(options: PlanOptions) -> ModelShapes:
     if options.mode == "inference":
         raise ValueError("[options] --mode is inference, expected async or sync for a model's folder")
     tokens = TOKENS if options.tokens is None else options.tokens
-    return _measured(options.model, tokens, "lora" if options.train == "lora" else "full")
+    train: Train = "lora" if options.train == "lora" else "full"
+    return _measured(options.model, tokens, train, "fast" if options.arithmetic == "fast" else "exact")
 
 
 @functools.lru_cache(maxsize=4)
-def _measured(model: str, tokens: int, train: Literal["full", "lora"]) -> ModelShapes:
-    return measure_folder(model, tokens, train)
+def _measured(model: str, tokens: int, train: Train, arithmetic: Arithmetic) -> ModelShapes:
+    return measure_folder(model, tokens, train, arithmetic)
 
 
 def _host_of_costs(costs: CostSet, rule: UpdateRule) -> HostPrediction:

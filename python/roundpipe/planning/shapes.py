@@ -28,6 +28,8 @@ from roundpipe.layers.shell import PythonLayer
 from roundpipe.losses.lazy_logits import LazyLogits
 from roundpipe.losses.token_loss import TokenLoss
 from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
+from roundpipe.native.decoder import NativeDecoder, native_decoder
+from roundpipe.ops.functional import Arithmetic
 from roundpipe.planning.shape_meter import ShapeMeter
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ class ModelShapes:
         layers: the part before the model's own layers, these layers, and the part after them.
         first_trained: layers below need no backward.
         parameters: the number of all parameters, and of the trained ones.
+        arithmetic: of the layers and, if it is another one than was asked for, why.
     """
 
     name: str
@@ -74,6 +77,7 @@ class ModelShapes:
     parameters: int
     trained: int
     model: nn.Module
+    arithmetic: str
 
     def host(self, rule: UpdateRule = ADAM, values: int = 0) -> HostPrediction:
         """The model's host memory; see `predict_unloaded`."""
@@ -129,13 +133,19 @@ def make_model(
 
 
 def measure(
-    model: nn.Module, tokens: int, name: str = "model", rows: int = 1, chunk_logit_bytes: int = 0
+    model: nn.Module,
+    tokens: int,
+    name: str = "model",
+    rows: int = 1,
+    chunk_logit_bytes: int = 0,
+    arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
 ) -> ModelShapes:
     """Measures each layer for a microbatch of some rows.
 
     Args:
         model: from `make_model`.
         chunk_logit_bytes: of the loss, see `linear_cross_entropy`; 0: as on a card.
+        arithmetic: of the loss, and of layers that have a native form.
 
     Raises:
         ValueError: its forward needs values, or it is not a causal language model.
@@ -143,7 +153,7 @@ def measure(
     inner = language_model_in(model)
     if inner is None:
         raise ValueError(f"[shapes] {type(model).__name__} is not a causal language model of transformers")
-    walk = _Walk(model, inner, (rows, tokens), chunk_logit_bytes)
+    walk = _Walk(model, inner, (rows, tokens), chunk_logit_bytes, arithmetic)
     try:
         layers = walk.run()
     except NotImplementedError as error:
@@ -162,6 +172,7 @@ def measure(
         parameters=sum(p.numel() for p in parameters),
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         model=model,
+        arithmetic=walk.arithmetic_text(),
     )
 
 
@@ -198,11 +209,26 @@ def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
     return _core.layer_bytes(tensors, [id(tensor) in tied for tensor in tensors])
 
 
+def _decode(
+    native: NativeDecoder, chunk: int | None, hidden: torch.Tensor, attention_mask: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    config = native.config()
+    assert config is not None, native.reason
+    weights = [parameter for _, parameter in native.layer.named_parameters()]
+    cos, sin = kwargs["position_embeddings"]
+    experts = "grouped_mm" if native.has_experts else None
+    return _core.decode(
+        config, native.names, weights, hidden, cos, sin, attention_mask, "sdpa", chunk or 0, experts=experts
+    )
+
+
 class _Walk:
     """One forward of the model, with its layers run separately."""
 
-    def __init__(self, model: nn.Module, inner: Any, shape: tuple[int, int], chunk_logit_bytes: int) -> None:
-        self._model, self._chunk_logit_bytes = model, chunk_logit_bytes
+    def __init__(
+        self, model: nn.Module, inner: Any, shape: tuple[int, int], chunk_logit_bytes: int, arithmetic: Arithmetic
+    ) -> None:
+        self._model, self._chunk_logit_bytes, self._arithmetic = model, chunk_logit_bytes, arithmetic
         self._inner = inner
         self._layers = list(find_layers(inner))
         self._ids = torch.empty(shape, dtype=torch.int64, device=_META)
@@ -214,6 +240,7 @@ class _Walk:
         self._work, self._base = _core.LayerWork(), 0
         # Arguments of a layer's first and last call: if freed early, they would count as room made by later code.
         self._held: list[Any] = []
+        self._exactly: list[str] = []  # why something computes exactly
 
     def run(self) -> list[LayerShape]:
         replaced = [(layer, layer.forward) for layer in self._layers]
@@ -232,6 +259,11 @@ class _Walk:
             for parameter in self._model.parameters():
                 parameter.grad = None
         return self._shapes
+
+    def arithmetic_text(self) -> str:
+        """See `ModelShapes.arithmetic`."""
+        reasons = "; ".join(dict.fromkeys(self._exactly))
+        return self._arithmetic + (f", but exact: {reasons}" if reasons else "")
 
     def _stand_in(self, index: int, layer: nn.Module, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -275,11 +307,16 @@ class _Walk:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
         layer.__dict__.pop("forward", None)
         chunk = chunk_of("auto", self._ids.shape[1])
-        blocks = self._blocks(layer, args, kwargs) if chunk else ()
+        native = native_decoder(layer, 0, self._arithmetic) if self._arithmetic == "fast" else "exact"
+        in_python = isinstance(native, str)
+        if self._arithmetic == "fast":
+            reason = native if isinstance(native, str) else native.exact_parts()
+            self._exactly += [reason] if reason else []
+        blocks = self._blocks(layer, args, kwargs) if chunk and in_python else ()
         base, before = meter.current_bytes, meter.work
         meter.reset_peak()
-        with in_chunks(layer, blocks, chunk) if chunk else nullcontext():
-            output = layer(*args, **kwargs)
+        with in_chunks(layer, blocks, chunk) if chunk and in_python else nullcontext():
+            output = layer(*args, **kwargs) if isinstance(native, str) else _decode(native, chunk, *args, **kwargs)
         peak, saved = meter.peak_bytes - base, meter.current_bytes - base
         forward_work = meter.work - before
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
@@ -360,7 +397,7 @@ class _Walk:
         before = self._inner.__dict__.get("_loss_function")
         head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
         self._inner.__dict__["_loss_function"] = TokenLoss(
-            self._inner.loss_function, 0, self._chunk_logit_bytes, "exact"
+            self._inner.loss_function, 0, self._chunk_logit_bytes, self._arithmetic
         )
         try:
             yield

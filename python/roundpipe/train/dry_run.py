@@ -144,7 +144,9 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
 
 def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShapes:
     name = base_of_adapter(config.adapter) if config.adapter else config.model
-    return measure_shapes(meta_model(config), config.length, Path(name).name, rows, chunk_logit_bytes)
+    return measure_shapes(
+        meta_model(config), config.length, Path(name).name, rows, chunk_logit_bytes, config.arithmetic
+    )
 
 
 def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Machine) -> Iterator[str]:
@@ -152,7 +154,7 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
     dtype = str(next(shapes.model.parameters()).dtype).removeprefix("torch.")
     yield (
         f"model    {shapes.parameters / 1e6:,.2f} M parameters in {dtype}, of which {shapes.trained / 1e6:,.2f} M are "
-        "trained"
+        f"trained; arithmetic {shapes.arithmetic}"
     )
     yield (
         f"steps    {data.steps:,} of at most {config.tokens_of_step:,} tokens, in {forecast.microbatches} microbatches "

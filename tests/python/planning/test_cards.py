@@ -113,6 +113,26 @@ def test_the_work_of_a_layer_of_1_7b() -> None:
     assert layer.backward.element_bytes / tokens == pytest.approx(932e3, rel=0.02)
     assert (layer.forward.products, layer.backward.products) == (7, 14)
     assert layer.forward.product_operations == 2 * tokens * 2048 * (2 * 2048 + 2 * 1024 + 3 * 6144)
+    fast = measure(make_model(config), tokens, arithmetic="fast")
+    fused = fast.layers[1]
+    assert fast.arithmetic == "fast"
+    assert fused.forward.element_bytes <= 100e3 * tokens and fused.backward.element_bytes <= 180e3 * tokens
+    assert fused.footprint.saved < 0.65 * layer.footprint.saved
+    for name in ("products", "product_operations", "attentions", "attention_operations"):
+        assert getattr(fused.forward, name) == getattr(layer.forward, name)
+        assert getattr(fused.backward, name) == getattr(layer.backward, name)
+
+
+def test_layers_without_a_fast_form_are_named() -> None:
+    from transformers import GPT2Config
+
+    from roundpipe.planning.shapes import make_model, measure
+
+    model = make_model(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=32))
+    fast, exact = (measure(model, 8, arithmetic=form) for form in ("fast", "exact"))
+    assert fast.arithmetic.startswith("fast, but exact: ") and "GPT2Block has no native form" in fast.arithmetic
+    assert exact.arithmetic == "exact"
+    assert [str(layer.footprint) for layer in fast.layers] == [str(layer.footprint) for layer in exact.layers]
 
 
 def test_plans_with_a_card(tmp_path: Path, model: str) -> None:
@@ -124,6 +144,8 @@ def test_plans_with_a_card(tmp_path: Path, model: str) -> None:
     exact = json.loads(run(*options))["step_ms"]
     faster = json.loads(run(*options, "--products", "fp16-accumulate"))["step_ms"]
     assert faster < exact
+    fused = json.loads(run(*options, "--arithmetic", "fast"))
+    assert fused["step_ms"] < exact and fused["arithmetic"] == "fast"
     named = json.loads(run("plan", model, "--tokens", "1024", "--card", "rtx-3090", "--devices", "1", *QUICK))
     assert named["memory"]["device_memory"] == 24_000_000_000
     for more, match in (
@@ -131,6 +153,7 @@ def test_plans_with_a_card(tmp_path: Path, model: str) -> None:
         (("--products", "fp16"), "--products has no effect here, expected it only with --card or --machine"),
         (("--products", "int3", "--card", "h100"), "--products is int3"),
         (("--card", "none"), "there is no card 'none'"),
+        (("--arithmetic", "slow"), "--arithmetic is slow, expected exact or fast"),
     ):
         with pytest.raises(ValueError, match=match):
             run("plan", model, *more)
