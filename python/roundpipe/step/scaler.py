@@ -111,6 +111,7 @@ class _Outside(threading.local):
 
 
 _active, _outside = _Active(), _Outside()
+_scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()  # all that are enabled
 
 
 def _default_device() -> str:
@@ -185,6 +186,8 @@ class GradScaler(torch.amp.GradScaler):
             given["device"] = _default_device()
         self._make_scales()
         super().__init__(**given)
+        if self._enabled:
+            _scalers.add(self)
 
     def _make_scales(self) -> None:
         self._lock = threading.RLock()
@@ -192,6 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         self._losses = _Losses(self, torch.zeros(()))  # has a scale once _current has one
         self._makers: weakref.WeakSet[StepMaker] = weakref.WeakSet()  # of the steps that have used the scaler
         # Used by the main thread only.
+        self._met: weakref.WeakSet[_core.Pipeline] = weakref.WeakSet()  # have made a step since there is this scaler
         self._queued: StepScales | None = None  # of the last step function, until `update` on the main thread
         self._late: Update | None = None  # an `update` that the main thread has queued
         self._updates_on_main = False
@@ -433,12 +437,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        own = ("_lock", "_current", "_losses", "_makers", "_scale", "_queued", "_late")
+        own = ("_lock", "_current", "_losses", "_makers", "_met", "_scale", "_queued", "_late")
         return {key: value for key, value in state.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._make_scales()
         super().__setstate__(state)
+        if self._enabled:
+            _scalers.add(self)
 
     def _hand_over(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline], several_nodes: bool) -> torch.Tensor:
         """The scale of the losses so far, for a step that is about to be made. Later losses use the current scale.
@@ -482,6 +488,13 @@ def hand_over(maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> StepScal
     Returns:
         The scales of the losses so far; later losses use the current ones. None if there is no scaler.
     """
+    # A model knows a scaler once it has made a loss with it, which a batch that was submitted may still have to do.
+    known = list(_scalers)
+    for pipeline in pipelines:
+        if any(pipeline not in scaler._met for scaler in known):
+            pipeline.wait_losses()
+    for scaler in known:
+        scaler._met.update(pipelines)
     scales = {}
     for scaler in {*_scalers_of(pipelines), *_outside.scalers}:
         if scaler._current is None:

@@ -504,6 +504,31 @@ def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
         submit(None)
 
 
+def test_a_step_function_knows_a_scaler_whose_losses_are_still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), device_memory=UNMEASURED)
+    optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
+    scaler, gate = GradScaler(8.0), threading.Event()
+
+    def loss(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        gate.wait(20)  # until the step waits, or believes that there is nothing to wait for
+        scaled: torch.Tensor = scaler.scale(outputs.sum() * label.sum())
+        return scaled
+
+    def step() -> None:
+        scaler.step(optimizer)
+
+    wait_losses = _core.Pipeline.wait_losses
+    monkeypatch.setattr(_core.Pipeline, "wait_losses", lambda pipeline: (gate.set(), wait_losses(pipeline))[1])
+    pending = pipe.submit((torch.ones(1, 2),), label=torch.full((1, 1), math.inf), loss_fn=loss)
+    try:
+        pipe.step(step)
+        scaler.update(is_async=False)
+    finally:
+        gate.set()
+    pending.loss()
+    assert scaler.get_scale() == 4.0
+
+
 def test_the_first_step_waits_for_all_losses_of_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model knows a scaler from the first microbatch on whose loss it scales. Others of that call come later, and
     have to be made before the scale moves."""
