@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -70,12 +71,19 @@ def gradients(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("grain", ["stage", "layer"])
 @pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
 @pytest.mark.parametrize(
-    ("name", "attention"),
-    [("llama", "sdpa_packed"), ("qwen3 with windows", "sdpa_packed"), ("llama", "sdpa")],
+    ("name", "attention", "adapters"),
+    [
+        ("llama", "sdpa_packed", False),
+        ("qwen3 with windows", "sdpa_packed", False),
+        ("llama", "sdpa", False),
+        ("llama", "sdpa_packed", True),
+    ],
 )
-def test_native_models_never_wait(name: str, attention: str, kind: str, grain: str) -> None:
+def test_native_models_never_wait(name: str, attention: str, adapters: bool, kind: str, grain: str) -> None:
     roundpipe.devices("card:0x2")
     model = make(name, attention)
+    if adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
     wrapped = wrap(copy.deepcopy(model), native=True, grain=grain)
     step(wrapped, kind)  # the first one looks at more
     assert not wrapped.layers_are_native.reasons_around

@@ -9,8 +9,11 @@ from typing import Any
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.layers.adapters import without_adapters
 
 _LAYER = "peft.tuners.lora.layer"
+# The modules that PEFT puts around a model: its class, by the module that defines it; the outer ones first.
+_AROUND = ((("PeftModelForCausalLM", "PeftModel"), "peft.peft_model"), (("LoraModel",), "peft.tuners.lora.model"))
 # Empty in a plain adapter.
 _EMPTY = ("lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector")
 # What PEFT changes in place.
@@ -45,6 +48,29 @@ def functions() -> Iterator[tuple[Any, str, Any, bool]]:
         if function is not None:
             yield peft.Linear, name, function, function.__module__.startswith("peft.tuners.")
     yield nn.Dropout, "forward", nn.Dropout.forward, nn.Dropout.forward.__module__ == nn.Dropout.__module__
+
+
+def around(model: Any) -> list[nn.Module]:
+    """The modules that PEFT puts around a model; none if it has no adapters."""
+    return [] if without_adapters(model) is model else [model, model.base_model]
+
+
+def reason_against_around(modules: list[nn.Module]) -> str | None:
+    """Why such modules do more than call the model in them; None if they do not."""
+    for module, (names, place) in zip(modules, _AROUND, strict=False):
+        if type(module) not in [getattr(sys.modules.get(place), name, None) for name in names]:
+            return f"the model is in a {type(module).__name__}"
+    return None
+
+
+def functions_around() -> Iterator[tuple[Any, str, Any, bool]]:
+    """Likewise of the modules that PEFT puts around a model."""
+    for names, place in _AROUND:
+        for kind in (getattr(sys.modules.get(place), name, None) for name in names):
+            for name in ("forward", "_enable_peft_forward_hooks"):
+                function = getattr(kind, name, None)
+                if function is not None:
+                    yield kind, name, function, function.__module__.startswith("peft.")
 
 
 def inner_modules(name: str, module: Any) -> dict[str, type[nn.Module]]:

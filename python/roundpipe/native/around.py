@@ -10,7 +10,9 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.following.parts import FollowedModel, Part
+from roundpipe.layers.adapters import without_adapters
 from roundpipe.layers.values import Structure
+from roundpipe.native import adapters
 from roundpipe.native.code import Code, modeling_of
 from roundpipe.native.decoder import HOOKS, instance_reason
 from roundpipe.ops.functional import Arithmetic
@@ -27,12 +29,14 @@ class Around:
         prefix: of the family's class names.
 
     Attributes:
-        causal: the whole model.
+        causal: the whole model, without what PEFT puts around it.
         base: the model in it that calls the layers.
+        outer: what PEFT puts around it.
     """
 
     def __init__(self, followed: FollowedModel, prefix: str) -> None:
-        self.causal: Any = followed.model
+        self.causal: Any = without_adapters(followed.model)
+        self.outer = adapters.around(followed.model)
         self.base: Any = getattr(self.causal, "model", None)
         self.followed = followed
         self.prefix = prefix
@@ -47,6 +51,13 @@ class Around:
             reason = instance_reason(module, set(), set())
             if reason is not None:
                 return f"{expected.__name__} {reason}"
+        for module in self.outer:
+            reason = instance_reason(module, set(), set())
+            if reason is not None:
+                return f"{type(module).__name__} {reason}"
+        reason = adapters.reason_against_around(self.outer)
+        if reason is not None:
+            return reason
         config = self.base.config
         if self.causal.config is not config or getattr(config, "return_dict", True) is not True:
             return "the model's config is another one, or return_dict is off"
@@ -74,7 +85,7 @@ class _NativePart:
         self.around = around
         self.reason: str | None = None
         self._code = code
-        self._modules = [around.causal, around.base, *modules]
+        self._modules = [*around.outer, around.causal, around.base, *modules]
         self._snapshots: list[tuple[Any, ...]] = []
         self._config: Any = None
 

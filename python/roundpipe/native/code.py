@@ -127,6 +127,7 @@ class Code:
         for name in ("cross_entropy", "embedding"):
             function = getattr(F, name)
             yield F, name, function, function.__module__ == F.__name__
+        yield from adapters.functions_around()
 
     def is_own_loss(self, function: Any) -> bool:
         """Whether a function is transformers' loss of causal language models."""

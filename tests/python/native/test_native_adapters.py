@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_native_models import batch, check_plain_bits, native_and_python, taken_by_a_step, wrap
+from test_native_models import DTYPES, batch, check_plain_bits, native_and_python, taken_by_a_step, wrap
 from test_native_reasons import reason
 
 import dense_models
@@ -17,6 +17,7 @@ import moe_models
 import roundpipe
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, native_decoder
+from roundpipe.ops import packed_attention
 from sweeps import sweep
 
 peft = pytest.importorskip("peft")
@@ -56,6 +57,55 @@ def test_bits_of_values_and_gradients(name: str, dtype: torch.dtype) -> None:
 def test_models_have_the_plain_models_bits(dtype: torch.dtype, targets: list[str]) -> None:
     roundpipe.devices("virtual:2,debug")
     check_plain_bits(adapted("qwen3", dtype, targets), batch("padded"))
+
+
+@sweep("task, dtype, kind", ["CAUSAL_LM", None], DTYPES, ["whole", "padded", "packed"], ids=str, together=2)
+def test_the_parts_around_are_native_as_well(task: str | None, dtype: torch.dtype, kind: str) -> None:
+    roundpipe.devices("virtual:2")
+    packed_attention.register()
+    for attention in ("sdpa", "sdpa_packed"):
+        model = adapted("llama", dtype, EVERY, task_type=task)
+        model.base_model.model.set_attn_implementation(attention)
+        assert not wrap(copy.deepcopy(model)).layers_are_native.reasons_around
+        native, python = native_and_python(model, batch(kind), microbatches=2)
+        assert all(map(torch.equal, native, python))
+        check_plain_bits(model, batch(kind))
+
+
+def with_another_class(model: Any) -> None:
+    model.__class__ = type("Mine", (type(model),), {})
+
+
+AROUND: dict[str, tuple[dict[str, Any], Callable[[Any], Any], str]] = {
+    "class": ({}, with_another_class, "the model is in a Mine"),
+    "tuner": ({}, lambda model: with_another_class(model.base_model), "the model is in a Mine"),
+    "hook": ({}, lambda model: model.register_forward_hook(lambda *_: None), r"PeftModelForCausalLM has hooks"),
+    "head": ({"modules_to_save": ["lm_head"]}, lambda _: None, "it has a ModulesToSaveWrapper, not a Linear"),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_else_is_around_a_model_runs_in_python(name: str) -> None:
+    roundpipe.devices("virtual:1")
+    options, change, expected = AROUND[name]
+    model = adapted("llama", task_type="CAUSAL_LM", **options)
+    change(model)
+    wrapped = wrap(model)
+    reasons = wrapped.layers_are_native.reasons_around
+    assert expected in reasons["the part after the layers"], reasons
+    assert torch.equal(wrapped(**batch("whole")).logits, model(**batch("whole"), use_cache=False).logits)
+
+
+def test_a_forward_of_pefts_that_is_replaced_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    roundpipe.devices("virtual:1")
+    model = adapted("llama", task_type="CAUSAL_LM")
+    wrapped = wrap(model, native=None)
+    assert not wrapped.layers_are_native.reasons_around
+    own = peft.PeftModelForCausalLM.forward
+    monkeypatch.setattr(peft.PeftModelForCausalLM, "forward", lambda self, *a, **k: own(self, *a, **k))
+    assert len(wrapped.layers_are_native.reasons_around) == 2
+    model.disable_adapter_layers()
+    assert torch.equal(wrapped(**batch("whole")).logits, model(**batch("whole"), use_cache=False).logits)
 
 
 def test_dropout_draws_the_same_numbers_also_in_chunks() -> None:
