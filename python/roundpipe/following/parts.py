@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -100,6 +101,16 @@ class FollowedModel:
     calls_alike: Callable[[], bool] | None = None
 
 
+class _NoHooks(OrderedDict[int, Any]):
+    """The hooks of a layer's modules as the model's forward sees them: none, and none can be added."""
+
+    def __setitem__(self, number: int, hook: Any) -> None:
+        raise CannotFollow(
+            "its forward registers hooks inside its layers, which run later, expected hooks that are there before the "
+            "call; PEFT does so for adapters that tokens invoke (aLoRA), and for adapter_names"
+        )
+
+
 class Run:
     """One run of a skeleton's forward; `called` answers in place of the layers."""
 
@@ -190,10 +201,11 @@ class Skeleton:
         for module in self._rotary():
             self._followed.rotary.settle(module, self._tree.of(module).__dict__)  # type: ignore[union-attr]
         for index, layer in enumerate(self._followed.layers):
-            state = self._tree.of(layer).__dict__
-            state["forward"] = functools.partial(self._called, index)
-            for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-                state[hooks] = type(state[hooks])()
+            self._tree.of(layer).__dict__["forward"] = functools.partial(self._called, index)
+            for module in layer.modules():
+                state = self._tree.of(module).__dict__
+                for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+                    state[hooks] = _NoHooks()
 
     def _called(self, layer: int, *args: Any, **kwargs: Any) -> Any:
         assert self._run is not None

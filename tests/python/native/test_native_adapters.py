@@ -108,6 +108,20 @@ def test_a_forward_of_pefts_that_is_replaced_later_counts(monkeypatch: pytest.Mo
     assert torch.equal(wrapped(**batch("whole")).logits, model(**batch("whole"), use_cache=False).logits)
 
 
+def test_hooks_for_the_time_of_a_call_are_refused() -> None:
+    """They would be those of another microbatch, or gone, when the layers run."""
+    with pytest.raises(ValueError, match=r"registers hooks inside its layers, which run later, .*aLoRA"):
+        wrap(adapted("llama", task_type="CAUSAL_LM", alora_invocation_tokens=[5, 6]), native=None)
+    roundpipe.devices("virtual:2")
+    model = adapted("llama", task_type="CAUSAL_LM").eval()
+    wrapped = wrap(model, microbatches=3)
+    given = {"input_ids": batch("whole")["input_ids"]}
+    for names in (["default"] * 3, ["__base__"] * 3):
+        with pytest.raises(ValueError, match=r"registers hooks inside its layers, .* for adapter_names"):
+            wrapped(**given, adapter_names=names)
+    assert torch.allclose(wrapped(**given).logits, model(**given, use_cache=False).logits, atol=1e-5)
+
+
 def test_dropout_draws_the_same_numbers_also_in_chunks() -> None:
     roundpipe.devices("virtual:2")
     model = adapted("llama", lora_dropout=0.3).train()
