@@ -256,10 +256,16 @@ def report_throughput(
 
 
 def report_one_by_one(
-    report: Report, sides: Sequence[Contestant], size: Size, limit_bytes: int, bound: float, deadline: Deadline
+    report: Report,
+    title: str,
+    sides: Sequence[Contestant],
+    size: Size,
+    limit_bytes: int,
+    bound: float,
+    deadline: Deadline,
 ) -> None:
     """Models of which two do not fit beside each other in the host's memory: one after the other."""
-    report(f"## Tokens a second of {sides[0].request.shape}")
+    report(f"## {title}")
     report("")
     report("One after the other, since the host does not hold both; each in its best setting, three steps.")
     report("")
@@ -434,12 +440,14 @@ def main() -> None:
             replace(contestants(replace(followed, arithmetic=form), folder)[0], name=f"ours, {form}")
             for form in ("exact", "fast")
         ]
-        report_one_by_one(report, forms, sizes[-1], turn_bytes, bound, budget["arithmetic"])
+        report_one_by_one(report, "Steps in both forms", forms, sizes[-1], turn_bytes, bound, budget["arithmetic"])
 
     def larger() -> None:
         ours, peers = contestants(replace(request, shape="tiny" if small else "4B"), folder)
         rival = next(peer for peer in peers if peer.request.way == "fsdp2")
-        report_one_by_one(report, [ours, rival], sizes[0], turn_bytes, bound, budget["4B"])
+        report_one_by_one(
+            report, f"Tokens a second of {ours.request.shape}", [ours, rival], sizes[0], turn_bytes, bound, budget["4B"]
+        )
 
     def cards() -> None:
         first = spec.partition(":")[0]

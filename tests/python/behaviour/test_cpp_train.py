@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing to merge": ({"merge": True}, "--merge is given, expected --lora or --adapter beside it"),
     "no rate": ({"learning_rate": 0}, "--learning-rate is 0"),
     "a negative rate": ({"learning_rate": -1}, "--learning-rate: Value -1 not in range"),
-    "a dtype": ({"dtype": "float16"}, "--dtype: float16 not in {float32,bfloat16}"),
+    "a dtype": ({"dtype": "float8"}, "--dtype: float8 not in {float32,bfloat16,float16}"),
     "devices": ({"devices": "virtual:0"}, "virtual:0"),
     "host memory": ({"host_memory": "1KB"}, "expected at most 1000 B, the --host-memory"),
     "host memory without a unit": ({"host_memory": "12", "model": "/nowhere"}, "--host-memory"),

@@ -68,6 +68,7 @@ def test_the_small_form(tmp_path: Path) -> None:
             assert float(mine.replace(",", "")) > 0 and float(theirs.replace(",", "")) > 0 and float(ratio) > 0
             assert float(apart) <= kit.BOUNDS[torch.float32]
     assert {cells[0] for cells in rows(report, "Tokens a second of tiny")} == {"ours", "FSDP2, CPU offload"}
+    assert {cells[0] for cells in rows(report, "Steps in both forms")} == {"ours, exact", "ours, fast"}
     assert rows(report, "Longest row")[0][:3] == ["ours", "32", "4,096"]
     assert len(rows(report, "Large models on one card")) == 3
     assert [cells[:3] for cells in rows(report, "Several cards")] == [
