@@ -233,7 +233,19 @@ class Call {
     return all;
   }
 
+  // Statistics of a norm are in fp32 on devices, and in the weight's dtype on the host.
+  static void take_statistics(const c10::OperatorHandle& op, Values& stack) {
+    const std::string& name = op.schema().name();
+    const bool of_layers = name == "aten::native_layer_norm_backward";
+    if (!of_layers && name != "aten::native_group_norm_backward") return;
+    const size_t mean = of_layers ? 3 : 2;
+    const at::Tensor weight = stack[mean + 2].isNone() ? at::Tensor() : stack[mean + 2].toTensor();
+    const at::ScalarType dtype = weight.defined() ? weight.scalar_type() : stack[1].toTensor().scalar_type();
+    for (const size_t each : {mean, mean + 1}) stack[each] = stack[each].toTensor().to(dtype);
+  }
+
   static void run_kernel(const c10::OperatorHandle& op, Values& stack) {
+    take_statistics(op, stack);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
   }
 

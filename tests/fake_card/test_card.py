@@ -315,6 +315,19 @@ def test_devices_do_not_mix():
     assert (torch.ones(2, device="card") * torch.tensor(3.0)).tolist() == [3, 3]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_norms_have_the_hosts_bits(dtype: torch.dtype, affine: bool) -> None:
+    for norm in (nn.LayerNorm(6, elementwise_affine=affine), nn.GroupNorm(2, 4, affine=affine)):
+        found = []
+        for device in ("cpu", "card"):
+            module = copy.deepcopy(norm).to(device, dtype)
+            inputs = torch.linspace(-2, 3, 72).reshape(3, 4, 6).to(device, dtype).requires_grad_()
+            module(inputs).square().sum().backward()
+            found.append([each.grad.cpu() for each in (inputs, *module.parameters())])
+        assert all(map(torch.equal, *found))
+
+
 def test_autocast():
     layer, inputs = nn.Linear(4, 4).to("card"), torch.ones(2, 4, device="card")
     with torch.autocast("card", dtype=torch.bfloat16):
