@@ -25,8 +25,8 @@ void check_vocabulary(const TokenFile& file, const language::Config& config) {
 
 Data::Data(const Options& options, const language::Config& config)
     : file_(options.tokens),
-      rows_of_a_step_(std::max<int64_t>(1, options.batch_tokens / options.length)),
-      steps_(options.steps) {
+      rows_of_a_step_(tokens_of_step(options) / options.length),
+      steps_(options.steps.value_or(0)) {
   check_vocabulary(file_, config);
   if (options.length > config.max_positions) {
     throw std::invalid_argument(concat("[train] --length is ", options.length, ", expected at most ",

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -10,53 +11,52 @@
 #include <c10/core/ScalarType.h>
 
 #include <roundpipe/api/optimizer.h>
-#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/language/lora.h>
 #include <roundpipe/models/decoder.h>
 #include <roundpipe/tokens/rows.h>
 
 namespace roundpipe::train {
 
-// What the command line asks for. The members without comments are explained by --help.
+// What the command line asks for. Defaults, ranges and help of most are those of `training_options()`; the members
+// without comments are explained by --help.
 struct Options {
   std::string model, tokens, out;
-  bool lora = false, lora_rank_stabilized = false;
-  int64_t lora_rank = LoraOptions{}.rank;
-  double lora_alpha = LoraOptions{}.alpha, lora_dropout = LoraOptions{}.dropout;
-  std::vector<std::string> lora_targets = LoraOptions{}.targets;
+  bool lora = false, lora_rslora = false;
+  int64_t lora_rank = 0;
+  double lora_alpha = 0, lora_dropout = 0;
+  std::vector<std::string> lora_targets;  // empty: all linear layers
   std::string adapter;
   bool merge = false;
   std::string evaluation_file;  // empty: documents of `tokens` are held out
   bool resume = false, dry_run = false, verify_tokens = false, replace_model = false;
 
-  int64_t length = 2048;
-  int64_t batch_tokens = 0;  // 0: one row
-  std::string rows = "packed";
+  int64_t length = 0;
+  std::optional<int64_t> batch_tokens;
+  std::string rows;
   bool in_order = false;
-  double epochs = 1;
-  int64_t steps = 0;  // 0: by epochs
+  double epochs = 0;
+  std::optional<int64_t> steps;  // unset: by epochs
   int64_t evaluation_tokens = 0;
-  int64_t evaluate_every = 0;  // 0: at the end only
+  std::optional<int64_t> evaluate_every;  // unset: at the end only
   uint64_t seed = 0;
 
-  std::string optimizer = "adamw", moments = "fp32", schedule = "cosine";
-  double learning_rate = 2e-5;
+  std::string optimizer, moments, schedule;
+  std::optional<double> learning_rate;
   double weight_decay = 0;
   std::optional<double> beta1, beta2, eps, momentum;  // unset: those of the update rule
-  double clip = 1;                                    // 0: never
+  double clip = 0;                                    // 0: never
   int64_t warmup_steps = 0;
   double floor = 0;
   bool asynchronous = false;
 
-  std::string dtype, attention, devices, host_memory;
-  std::string arithmetic{arithmetic_name(kDefaultArithmetic)};
-  int64_t host_memory_bytes = 0;  // what host_memory says; 0: no limit
-  int microbatches = 0;           // 0: the engine's choice
+  std::string dtype, arithmetic, attention, devices, host_memory;
+  int64_t host_memory_bytes = 0;    // what host_memory says; 0: no limit
+  std::optional<int> microbatches;  // unset: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;
 
-  int64_t save_every = 0;  // 0: at the end and when stopped
-  int64_t keep = 1;
-  int64_t log_every = 1;
+  std::optional<int64_t> save_every;  // unset: at the end and when stopped
+  int64_t keep = 0;
+  int64_t log_every = 0;
 };
 
 // The exit status for a mistake of the caller's.
@@ -67,6 +67,7 @@ inline constexpr int kMistakeStatus = 2;
 std::optional<int> read_options(int argc, const char* const* argv, Options& options);
 
 // The words of the options.
+int64_t tokens_of_step(const Options& options);
 UpdateRule update_rule(const Options& options);
 optim::MomentFormat moment_format(const Options& options);
 LearningRate learning_rate(const Options& options, int64_t steps);
@@ -78,8 +79,11 @@ std::optional<LoraOptions> lora_of(const Options& options);
 inline bool trains_adapters(const Options& options) { return options.lora || !options.adapter.empty(); }
 
 // The options that belong to the bits of a training, as text, by their names on the command line: a run that resumes
-// has to have the same. `attention`: what the model uses.
-std::vector<std::pair<std::string, std::string>> fixed_options(const Options& options, int64_t steps,
-                                                               models::Attention attention);
+// has to have the same.
+using FixedOptions = std::map<std::string, std::string>;
+// `attention`: what the model uses.
+FixedOptions fixed_options(const Options& options, int64_t steps, models::Attention attention);
+// Brings those of an older checkpoint to today's form; what it did not say was as `options` are.
+void update_fixed_options(FixedOptions& before, const Options& options);
 
 }  // namespace roundpipe::train

@@ -59,7 +59,7 @@ LanguageModelOptions model_options(const Options& options) {
   made.adapter = options.adapter;
   made.model.name = "roundpipe-train";
   RunOptions& run = made.model.run;
-  if (options.microbatches > 0) run.microbatches = options.microbatches;
+  if (options.microbatches) run.microbatches = *options.microbatches;
   if (options.recompute_by_layer) run.recompute_grain = RecomputeGrain::kLayer;
   run.fault_tolerant = options.fault_tolerant;
   return made;
@@ -210,12 +210,12 @@ void Training::check_fixed_in(StoredCheckpoint stored) const {
     throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on other tokens than those of ",
                                        options_.tokens, "; name its own token file, or another --out"));
   }
-  std::map<std::string, std::string> before, now;
+  FixedOptions before;
   const StateValue saved_options = saved(kFixed);
   for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
-  before.try_emplace("--arithmetic", arithmetic_name(Arithmetic::kExact));  // not in older checkpoints
-  for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) now[name] = value;
-  std::map<std::string, std::string> all = before;
+  update_fixed_options(before, options_);
+  const FixedOptions now = fixed_options(options_, data_.steps(), attention_);
+  FixedOptions all = before;
   all.insert(now.begin(), now.end());
   const auto shown = [](const auto& values, const std::string& name) {
     const auto found = values.find(name);
@@ -293,10 +293,10 @@ void Training::train_steps() {
     ++step_;
     unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made, scale};
     const bool last = step_ == end;
-    const auto is_due = [&](int64_t every) { return every > 0 && step_ % every == 0; };
+    const auto is_due = [&](std::optional<int64_t> every) { return every && step_ % *every == 0; };
     const bool is_evaluated = data_.held_out().has_value() && is_due(options_.evaluate_every);
     if (is_evaluated) evaluate_now(begun);
-    const bool is_saved = is_due(options_.save_every) || (last && options_.save_every > 0);
+    const bool is_saved = is_due(options_.save_every) || (last && options_.save_every);
     if (is_saved && scaler_) log();  // the checkpoint says how many steps were skipped
     if (is_saved) save(step_, last);
     // After the save, since a run that goes on from it with more steps would not evaluate here.

@@ -24,4 +24,5 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_run_folder(module);
   roundpipe::python::bind_step_writer(module);
   roundpipe::python::bind_stored_checkpoint(module);
+  roundpipe::python::bind_training_options(module);
 }

@@ -1,0 +1,23 @@
+#include <roundpipe/runs/training_options.h>
+
+#include "bindings.h"
+
+namespace roundpipe::python {
+
+namespace py = pybind11;
+
+void bind_training_options(py::module_& module) {
+  py::class_<TrainingOption>(module, "TrainingOption")
+      .def_readonly("name", &TrainingOption::name)
+      .def_readonly("help", &TrainingOption::help)
+      .def_readonly("otherwise", &TrainingOption::otherwise)
+      .def_readonly("choices", &TrainingOption::choices)
+      .def_readonly("of_a_machine", &TrainingOption::of_a_machine);
+  module.def("training_options", &training_options);
+  module.def("check_training_options", &check_training_options, py::arg("values"));
+  module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
+  module.def("highest_learning_rate", &highest_learning_rate, py::arg("values"));
+  module.def("tokens_of_step", &tokens_of_step, py::arg("values"));
+}
+
+}  // namespace roundpipe::python

@@ -1,0 +1,309 @@
+#include <roundpipe/runs/training_options.h>
+
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <optional>
+#include <stdexcept>
+
+#include <roundpipe/core/arithmetic.h>
+#include <roundpipe/core/error.h>
+
+namespace roundpipe {
+
+namespace {
+
+using Bits = TrainingOption::Bits;
+using Texts = std::vector<std::string>;
+
+constexpr double kFullRate = 2e-5, kAdapterRate = 2e-4;
+constexpr int64_t kRowsOfAStep = 8;
+constexpr double kLargestSeed = 4294967295.0;  // numpy's, too
+
+// What only some update rules have.
+struct OfSomeRules {
+  const char* name;
+  Texts rules;
+};
+
+const std::vector<OfSomeRules>& of_some_rules() {
+  static const std::vector<OfSomeRules> options = {{"beta1", {"adam", "adamw", "lion"}},
+                                                   {"beta2", {"adam", "adamw", "lion"}},
+                                                   {"eps", {"adam", "adamw", "rmsprop"}},
+                                                   {"momentum", {"sgd", "rmsprop"}}};
+  return options;
+}
+
+const Texts& of_lora() {
+  static const Texts names = {"lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "lora_rslora"};
+  return names;
+}
+
+std::vector<TrainingOption> make_options() {
+  return {
+      {.name = "model", .help = "Folder of a transformers model.", .bits = Bits::kNo, .of_a_machine = true},
+      {.name = "out",
+       .help = "Folder of the run: result, checkpoints, metrics.",
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "seed",
+       .help = "Of new adapters, dropout, the order of rows, and what is held out.",
+       .otherwise = int64_t{0},
+       .least = 0,
+       .most = kLargestSeed},
+      {.name = "dtype",
+       .help = "Of the weights (default: that of the model's files). With float16, losses are scaled.",
+       .choices = {"float32", "bfloat16", "float16"}},
+      {.name = "arithmetic",
+       .help = "exact: with torch's bits. fast: with fused kernels, and other last bits.",
+       .otherwise = std::string(arithmetic_name(kDefaultArithmetic)),
+       .choices = {"exact", "fast"}},
+
+      {.name = "lora", .help = "Train LoRA adapters, and freeze the model.", .otherwise = false},
+      {.name = "dora", .help = "Train DoRA adapters: LoRA with a magnitude of each weight's rows.", .otherwise = false},
+      {.name = "lora_rank", .help = "Rank of an adapter.", .otherwise = int64_t{8}, .least = 1},
+      {.name = "lora_alpha",
+       .help = "What an adapter adds is scaled by alpha / rank.",
+       .otherwise = 8.0,
+       .least = 0,
+       .above = true},
+      {.name = "lora_targets",
+       .help = "A linear layer with an adapter, such as q_proj; again for more (default: all)."},
+      {.name = "lora_dropout",
+       .help = "Dropout before an adapter.",
+       .otherwise = 0.0,
+       .least = 0,
+       .most = 1,
+       .below = true},
+      {.name = "lora_rslora", .help = "Scale by alpha / sqrt(rank).", .otherwise = false},
+      {.name = "adapter", .help = "Folder of a PEFT adapter to go on from.", .of_a_machine = true},
+
+      {.name = "rows",
+       .help = "packed: short samples share a row, without seeing each other. stream: no gaps. padded: a row for each.",
+       .otherwise = std::string("packed"),
+       .choices = {"packed", "stream", "padded"}},
+      {.name = "length", .help = "Tokens of a row, at most.", .otherwise = int64_t{2048}, .least = 2},
+      {.name = "batch_tokens",
+       .help = concat("Tokens of a step, at most (default: ", kRowsOfAStep, " rows)."),
+       .least = 1},
+      {.name = "in_order", .help = "Use samples in the order of the data, not shuffled.", .otherwise = false},
+      {.name = "epochs", .help = "How often all samples are used.", .otherwise = int64_t{1}, .least = 0, .above = true},
+      {.name = "steps", .help = "How many steps are made, instead of --epochs.", .least = 1},
+
+      {.name = "optimizer",
+       .help = "Update rule.",
+       .otherwise = std::string("adamw"),
+       .choices = {"adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"}},
+      {.name = "moments", .help = "Of adam and adamw.", .otherwise = std::string("fp32"), .choices = {"fp32", "8bit"}},
+      {.name = "learning_rate",
+       .help = concat("Highest learning rate (default: ", kFullRate, ", for adapters ", kAdapterRate, ")."),
+       .least = 0,
+       .above = true},
+      {.name = "weight_decay", .help = "Of all but norms and biases.", .otherwise = 0.0, .least = 0},
+      {.name = "beta1", .help = "Of adam, adamw and lion.", .least = 0, .most = 1, .below = true},
+      {.name = "beta2", .help = "Of adam, adamw and lion.", .least = 0, .most = 1, .below = true},
+      {.name = "eps", .help = "Of adam, adamw and rmsprop.", .least = 0, .above = true},
+      {.name = "momentum", .help = "Of sgd and rmsprop.", .least = 0, .most = 1, .below = true},
+      {.name = "clip", .help = "Largest norm of the gradients; 0: as they are.", .otherwise = 1.0, .least = 0},
+      {.name = "schedule",
+       .help = "Of the learning rate.",
+       .otherwise = std::string("cosine"),
+       .choices = {"constant", "linear", "cosine"}},
+      {.name = "warmup_steps", .help = "Steps in which the learning rate rises.", .otherwise = int64_t{0}, .least = 0},
+      {.name = "floor",
+       .help = "Where a schedule ends, as a part of the learning rate.",
+       .otherwise = 0.0,
+       .least = 0,
+       .most = 1},
+      {.name = "asynchronous",
+       .help = "Update weights beside the next step, which reads those of one step ago.",
+       .otherwise = false},
+
+      // An evaluation lets the next step read the newest weights.
+      {.name = "evaluate_every",
+       .help = "Steps between evaluations (default: at the end).",
+       .least = 1,
+       .bits = Bits::kIfAsynchronous},
+      {.name = "log_every",
+       .help = "Steps between lines on the screen.",
+       .otherwise = int64_t{1},
+       .least = 1,
+       .bits = Bits::kNo},
+      {.name = "save_every",
+       .help = "Steps between checkpoints (default: only when stopped).",
+       .least = 1,
+       .bits = Bits::kNo},
+      {.name = "keep", .help = "How many checkpoints stay.", .otherwise = int64_t{1}, .least = 1, .bits = Bits::kNo},
+
+      {.name = "devices",
+       .help = "Such as cuda:0,cuda:1 or virtual:4,memory=2GiB (default: ROUNDPIPE_DEVICES, else all cards).",
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "host_memory",
+       .help = "Refuse to train if the host needs more, such as 200GB.",
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "microbatches", .help = "Parts of a step (default: one more than devices).", .least = 1},
+      {.name = "recompute_by_layer", .help = "Keep less for the backward.", .otherwise = false, .bits = Bits::kNo},
+      {.name = "fault_tolerant", .help = "Go on when a device fails.", .otherwise = false, .bits = Bits::kNo},
+  };
+}
+
+std::string flag_of(std::string_view name) {
+  std::string flag = concat("--", name);
+  std::ranges::replace(flag, '_', '-');
+  return flag;
+}
+
+std::string text_of(double number) {
+  if (std::isnan(number)) return "nan";
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, number).ptr};
+}
+
+std::string text_of(const OptionValue& value) {
+  if (const auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (const auto* const count = std::get_if<int64_t>(&value)) return std::to_string(*count);
+  if (const auto* const number = std::get_if<double>(&value)) return text_of(*number);
+  if (const auto* const text = std::get_if<std::string>(&value)) return *text;
+  std::string all;
+  if (const auto* const texts = std::get_if<Texts>(&value)) {
+    for (const std::string& text : *texts) all += (all.empty() ? "" : ",") + text;
+  }
+  return all;
+}
+
+[[noreturn]] void refuse(std::string_view name, const OptionValue& value, std::string_view expected) {
+  throw std::invalid_argument(concat("[train] ", flag_of(name), " is ", text_of(value), ", expected ", expected));
+}
+
+// As it was given, or its default.
+OptionValue value_of(const OptionValues& values, std::string_view name) {
+  const auto found = values.find(name);
+  const bool is_given = found != values.end() && !std::holds_alternative<std::monostate>(found->second);
+  return is_given ? found->second : training_option(name).otherwise;
+}
+
+bool is_given(const OptionValues& values, std::string_view name) {
+  return value_of(values, name) != training_option(name).otherwise;
+}
+
+bool is_set(const OptionValues& values, std::string_view name) {
+  const OptionValue value = value_of(values, name);
+  const auto* const flag = std::get_if<bool>(&value);
+  const auto* const text = std::get_if<std::string>(&value);
+  return (flag != nullptr && *flag) || (text != nullptr && !text->empty());
+}
+
+std::string text_of(const OptionValues& values, std::string_view name) { return text_of(value_of(values, name)); }
+
+// None: it has no number.
+std::optional<double> number_of(const OptionValue& value) {
+  if (const auto* const count = std::get_if<int64_t>(&value)) return static_cast<double>(*count);
+  if (const auto* const number = std::get_if<double>(&value)) return *number;
+  return std::nullopt;
+}
+
+std::string joined(const Texts& texts) {
+  std::string all;
+  for (const std::string& text : texts) all += (all.empty() ? "" : ", ") + text;
+  return all;
+}
+
+void check_range(const TrainingOption& option, const OptionValue& value) {
+  if (const auto* const text = std::get_if<std::string>(&value)) {
+    if (!option.choices.empty() && std::ranges::find(option.choices, *text) == option.choices.end()) {
+      refuse(option.name, value, concat("one of ", joined(option.choices)));
+    }
+  }
+  const std::optional<double> number = number_of(value);
+  if (!number) return;
+  const bool is_enough = option.above ? *number > option.least : *number >= option.least;
+  const bool is_little = option.below ? *number < option.most : *number <= option.most;
+  if (is_enough && is_little && !std::isinf(*number)) return;
+  std::string expected = concat(option.above ? "above " : "at least ", text_of(option.least));
+  if (!std::isinf(option.most))
+    expected += concat(option.below ? " and less than " : " and at most ", text_of(option.most));
+  refuse(option.name, value, expected);
+}
+
+void check_adapters(const OptionValues& values) {
+  if (is_set(values, "lora") + is_set(values, "dora") + is_set(values, "adapter") > 1) {
+    const bool knows_dora = values.contains("dora");
+    throw std::invalid_argument(concat("[train] --lora, ", knows_dora ? "--dora " : "", "and --adapter are for ",
+                                       "different runs, expected one of them"));
+  }
+  if (is_set(values, "lora") || is_set(values, "dora")) return;
+  for (const std::string& name : of_lora()) {
+    if (!is_given(values, name)) continue;
+    refuse(name, value_of(values, name), concat("it only with --lora", values.contains("dora") ? " or --dora" : ""));
+  }
+}
+
+void check_update_rule(const OptionValues& values) {
+  const std::string rule = text_of(values, "optimizer");
+  if (text_of(values, "moments") == "8bit" && rule != "adam" && rule != "adamw") {
+    refuse("moments", std::string("8bit"), concat("fp32 for ", rule));
+  }
+  for (const OfSomeRules& option : of_some_rules()) {
+    if (!is_given(values, option.name) || std::ranges::find(option.rules, rule) != option.rules.end()) continue;
+    refuse(option.name, value_of(values, option.name),
+           concat("it only for ", joined(option.rules), ", not for ", rule));
+  }
+}
+
+}  // namespace
+
+const std::vector<TrainingOption>& training_options() {
+  static const std::vector<TrainingOption> options = make_options();
+  return options;
+}
+
+const TrainingOption& training_option(std::string_view name) {
+  const auto found = std::ranges::find(training_options(), name, &TrainingOption::name);
+  if (found != training_options().end()) return *found;
+  throw std::invalid_argument(concat("[train] there is no option ", name, ", expected one of a training run"));
+}
+
+void check_training_options(const OptionValues& values) {
+  for (const TrainingOption& option : training_options()) check_range(option, value_of(values, option.name));
+  check_adapters(values);
+  check_update_rule(values);
+  const int64_t length = std::get<int64_t>(value_of(values, "length"));
+  if (tokens_of_step(values) < length) {
+    refuse("batch_tokens", value_of(values, "batch_tokens"), concat("at least --length, which is ", length));
+  }
+  const OptionValue steps = value_of(values, "steps");
+  if (!is_given(values, "steps")) return;
+  if (*number_of(value_of(values, "warmup_steps")) > *number_of(steps)) {
+    refuse("warmup_steps", value_of(values, "warmup_steps"), concat("at most --steps, which is ", text_of(steps)));
+  }
+  if (*number_of(value_of(values, "epochs")) != 1) {
+    throw std::invalid_argument("[train] --steps and --epochs are given, expected one of them");
+  }
+}
+
+OptionValues fixed_training_options(const OptionValues& values) {
+  OptionValues fixed;
+  for (const TrainingOption& option : training_options()) {
+    const bool depends = option.bits == Bits::kIfAsynchronous && is_set(values, "asynchronous");
+    const auto found = values.find(option.name);
+    if (found != values.end() && (option.bits == Bits::kYes || depends)) fixed.insert(*found);
+  }
+  return fixed;
+}
+
+double highest_learning_rate(const OptionValues& values) {
+  if (const std::optional<double> given = number_of(value_of(values, "learning_rate"))) return *given;
+  const bool adapters = is_set(values, "lora") || is_set(values, "dora") || is_set(values, "adapter");
+  return adapters ? kAdapterRate : kFullRate;
+}
+
+int64_t tokens_of_step(const OptionValues& values) {
+  if (const std::optional<double> given = number_of(value_of(values, "batch_tokens"))) {
+    return static_cast<int64_t>(*given);
+  }
+  return kRowsOfAStep * std::get<int64_t>(value_of(values, "length"));
+}
+
+}  // namespace roundpipe

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace roundpipe {
+
+// The value of an option; none: not given.
+using OptionValue = std::variant<std::monostate, bool, int64_t, double, std::string, std::vector<std::string>>;
+using OptionValues = std::map<std::string, OptionValue, std::less<>>;
+
+// An option of a training run. `roundpipe train` and `roundpipe-train` take their defaults, ranges and help from here,
+// and so does the file of a run. Python's copy of this table is written by tools/training_options.py.
+struct TrainingOption {
+  // Whether a training that goes on has to have the same value, since the bits depend on it.
+  enum class Bits { kNo, kYes, kIfAsynchronous };
+
+  std::string name;  // on the command line, with dashes
+  std::string help;
+  OptionValue otherwise = {};             // its value if it is not given; none: as `help` says
+  std::vector<std::string> choices = {};  // of a text; empty: any
+  double least = -std::numeric_limits<double>::infinity();
+  double most = std::numeric_limits<double>::infinity();
+  bool above = false;  // `least` itself is too little
+  bool below = false;  // `most` itself is too much
+  Bits bits = Bits::kYes;
+  bool of_a_machine = false;  // may differ between the nodes of a run
+};
+
+const std::vector<TrainingOption>& training_options();
+// Throws std::invalid_argument for an unknown name.
+const TrainingOption& training_option(std::string_view name);
+
+// Throws std::invalid_argument, which names the option, for a value out of its range, and for values that do not fit
+// each other. Names that the table has not are left alone.
+void check_training_options(const OptionValues& values);
+
+// The values that belong to the bits of a training.
+OptionValues fixed_training_options(const OptionValues& values);
+
+// The learning rate after the warm-up: adapters learn with a higher one.
+double highest_learning_rate(const OptionValues& values);
+// The most tokens of a step.
+int64_t tokens_of_step(const OptionValues& values);
+
+}  // namespace roundpipe

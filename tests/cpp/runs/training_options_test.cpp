@@ -1,0 +1,103 @@
+#include <roundpipe/runs/training_options.h>
+
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <doctest/doctest.h>
+
+using namespace roundpipe;
+
+namespace {
+
+std::string refusal(const OptionValues& values) {
+  try {
+    check_training_options(values);
+    return "";
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+}
+
+using Case = std::pair<OptionValues, std::string>;
+
+}  // namespace
+
+TEST_CASE("training options: what is not given is fine, and so is each default") {
+  OptionValues values;
+  CHECK(refusal(values).empty());
+  for (const TrainingOption& option : training_options()) values[option.name] = option.otherwise;
+  CHECK(refusal(values).empty());
+  CHECK_THROWS_AS(training_option("learning-rate"), std::invalid_argument);
+}
+
+TEST_CASE("training options: a value out of its range is named") {
+  for (const std::string name : {"steps", "evaluate_every", "log_every", "save_every", "keep", "microbatches"}) {
+    CHECK(refusal({{name, int64_t{1}}}).empty());
+    CHECK(refusal({{name, int64_t{0}}}).ends_with(" is 0, expected at least 1"));
+  }
+  for (const auto& [values, said] : std::vector<Case>{
+           {{{"epochs", int64_t{0}}}, "--epochs is 0, expected above 0"},
+           {{{"epochs", std::nan("")}}, "--epochs is nan, expected above 0"},
+           {{{"length", int64_t{1}}}, "--length is 1, expected at least 2"},
+           {{{"warmup_steps", int64_t{-1}}}, "--warmup-steps is -1, expected at least 0"},
+           {{{"seed", int64_t{1} << 32}}, "--seed is 4294967296, expected at least 0 and at most 4294967295"},
+           {{{"learning_rate", 0.0}}, "--learning-rate is 0, expected above 0"},
+           {{{"learning_rate", HUGE_VAL}}, "--learning-rate is inf, expected above 0"},
+           {{{"weight_decay", -0.5}}, "--weight-decay is -0.5, expected at least 0"},
+           {{{"clip", std::nan("")}}, "--clip is nan, expected at least 0"},
+           {{{"floor", 1.5}}, "--floor is 1.5, expected at least 0 and at most 1"},
+           {{{"beta1", 1.0}}, "--beta1 is 1, expected at least 0 and less than 1"},
+           {{{"eps", 0.0}}, "--eps is 0, expected above 0"},
+           {{{"lora", true}, {"lora_rank", int64_t{0}}}, "--lora-rank is 0, expected at least 1"},
+           {{{"lora", true}, {"lora_alpha", 0.0}}, "--lora-alpha is 0, expected above 0"},
+           {{{"lora", true}, {"lora_dropout", 1.0}}, "--lora-dropout is 1, expected at least 0 and less than 1"},
+           {{{"dtype", std::string("float8")}}, "--dtype is float8, expected one of float32, bfloat16, float16"},
+       }) {
+    CHECK(refusal(values) == "[train] " + said);
+  }
+}
+
+TEST_CASE("training options: values that do not fit each other are named") {
+  const std::string lion = "lion", eight = "8bit", sgd = "sgd", folder = "a";
+  const std::vector<std::string> targets = {"q_proj"};
+  for (const auto& [values, said] : std::vector<Case>{
+           {{{"lora", true}, {"adapter", folder}}, "--lora, and --adapter are for different runs"},
+           {{{"lora", true}, {"dora", true}}, "--lora, --dora and --adapter are for different runs"},
+           {{{"lora_rank", int64_t{4}}}, "--lora-rank is 4, expected it only with --lora"},
+           {{{"lora_rank", int64_t{4}}, {"dora", false}}, "expected it only with --lora or --dora"},
+           {{{"lora_targets", targets}}, "--lora-targets is q_proj, expected it only with --lora"},
+           {{{"moments", eight}, {"optimizer", lion}}, "--moments is 8bit, expected fp32 for lion"},
+           {{{"eps", 1e-8}, {"optimizer", sgd}},
+            "--eps is 1e-08, expected it only for adam, adamw, rmsprop, not for sgd"},
+           {{{"momentum", 0.9}}, "--momentum is 0.9, expected it only for sgd, rmsprop, not for adamw"},
+           {{{"batch_tokens", int64_t{2047}}}, "--batch-tokens is 2047, expected at least --length, which is 2048"},
+           {{{"steps", int64_t{5}}, {"warmup_steps", int64_t{6}}},
+            "--warmup-steps is 6, expected at most --steps, which is 5"},
+           {{{"steps", int64_t{5}}, {"epochs", 2.0}}, "--steps and --epochs are given, expected one of them"},
+       }) {
+    CHECK_MESSAGE(refusal(values).find(said) != std::string::npos, refusal(values));
+  }
+  CHECK(refusal({{"lora_rank", int64_t{8}}}).empty());  // the default, which a file of a run has
+  CHECK(refusal({{"dora", true}, {"lora_rank", int64_t{4}}, {"lora_targets", targets}}).empty());
+}
+
+TEST_CASE("training options: what belongs to the bits") {
+  OptionValues values = {{"seed", int64_t{3}}, {"keep", int64_t{2}}, {"evaluate_every", int64_t{5}}, {"other", true}};
+  CHECK((fixed_training_options(values) == OptionValues{{"seed", int64_t{3}}}));
+  values["asynchronous"] = true;
+  const OptionValues all = {{"seed", int64_t{3}}, {"evaluate_every", int64_t{5}}, {"asynchronous", true}};
+  CHECK((fixed_training_options(values) == all));
+}
+
+TEST_CASE("training options: defaults that depend on others") {
+  CHECK(highest_learning_rate({}) == 2e-5);
+  CHECK(highest_learning_rate({{"lora", true}}) == 2e-4);
+  CHECK(highest_learning_rate({{"adapter", std::string("a")}}) == 2e-4);
+  CHECK(highest_learning_rate({{"adapter", std::string("a")}, {"learning_rate", 1e-3}}) == 1e-3);
+  CHECK(tokens_of_step({}) == 8 * 2048);
+  CHECK(tokens_of_step({{"length", int64_t{16}}}) == 128);
+  CHECK(tokens_of_step({{"length", int64_t{16}}, {"batch_tokens", int64_t{40}}}) == 40);
+}
