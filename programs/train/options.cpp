@@ -26,22 +26,14 @@ const std::map<std::string, Algorithm>& algorithms() {
   return known;
 }
 
-std::string text_of(double number) {
-  std::ostringstream text;
-  text.precision(17);
-  text << number;
-  return text.str();
-}
-
 // The text of a value in a checkpoint.
 std::string text_of(const OptionValue& value) {
-  if (const auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
-  if (const auto* const count = std::get_if<int64_t>(&value)) return std::to_string(*count);
-  if (const auto* const number = std::get_if<double>(&value)) return text_of(*number);
-  if (const auto* const text = std::get_if<std::string>(&value)) return *text;
-  std::string all;
-  for (const std::string& text : std::get<std::vector<std::string>>(value)) all += (all.empty() ? "" : ",") + text;
-  return all;
+  const auto* const number = std::get_if<double>(&value);
+  if (number == nullptr) return option_text(value);
+  std::ostringstream text;
+  text.precision(17);
+  text << *number;
+  return text.str();
 }
 
 // Calls visit(name, member) for every option of the table of training options that this program has.
@@ -118,11 +110,6 @@ OptionValues values_of(const Options& options) {
   return values;
 }
 
-std::string flag_of(std::string name) {
-  std::ranges::replace(name, '_', '-');
-  return "--" + name;
-}
-
 // Says which option was given more often than it may be; CLI11 says how many values it has.
 void refuse_repetition(const CLI::App& app) {
   for (const CLI::Option* const option : app.get_options()) {
@@ -136,9 +123,9 @@ void add_options(CLI::App& app, Options& options) {
     const TrainingOption& option = training_option(name);
     set_otherwise(option.otherwise, member);
     if constexpr (std::is_same_v<decltype(member), bool&>) {
-      app.add_flag(flag_of(name), member, option.help);
+      app.add_flag(option_flag(name), member, option.help);
     } else {
-      CLI::Option* const added = app.add_option(flag_of(name), member, option.help);
+      CLI::Option* const added = app.add_option(option_flag(name), member, option.help);
       if (!option.choices.empty()) added->check(CLI::IsMember(option.choices));
       if (option.otherwise.index() != 0) added->capture_default_str();
       if constexpr (std::is_same_v<decltype(member), std::vector<std::string>&>) added->delimiter(',');
@@ -208,6 +195,8 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
   return std::nullopt;
 }
 
+bool trains_adapters(const Options& options) { return roundpipe::trains_adapters(values_of(options)); }
+
 int64_t tokens_of_step(const Options& options) { return roundpipe::tokens_of_step(values_of(options)); }
 
 UpdateRule update_rule(const Options& options) {
@@ -254,7 +243,7 @@ FixedOptions fixed_options(const Options& options, int64_t steps, models::Attent
   for (const auto& [name, value] : fixed_training_options(values)) {
     const bool is_length = name == "steps" || name == "epochs";
     if (is_length || value.index() == 0 || (!options.lora && name.starts_with("lora_"))) continue;
-    fixed[flag_of(name)] = text_of(value);
+    fixed[option_flag(name)] = text_of(value);
   }
   // A constant rate does not know where the training ends.
   if (options.schedule != "constant") fixed["--steps"] = std::to_string(steps);

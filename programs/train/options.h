@@ -76,7 +76,7 @@ std::optional<models::Attention> attention_option(const Options& options);
 // None without --lora.
 std::optional<LoraOptions> lora_of(const Options& options);
 // Whether adapters are trained, new ones or those of --adapter.
-inline bool trains_adapters(const Options& options) { return options.lora || !options.adapter.empty(); }
+bool trains_adapters(const Options& options);
 
 // The options that belong to the bits of a training, as text, by their names on the command line: a run that resumes
 // has to have the same.

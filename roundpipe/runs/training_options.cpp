@@ -149,32 +149,21 @@ std::vector<TrainingOption> make_options() {
   };
 }
 
-std::string flag_of(std::string_view name) {
-  std::string flag = concat("--", name);
-  std::ranges::replace(flag, '_', '-');
-  return flag;
-}
-
 std::string text_of(double number) {
   if (std::isnan(number)) return "nan";
   char text[32];
   return {text, std::to_chars(text, text + sizeof text, number).ptr};
 }
 
-std::string text_of(const OptionValue& value) {
-  if (const auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
-  if (const auto* const count = std::get_if<int64_t>(&value)) return std::to_string(*count);
-  if (const auto* const number = std::get_if<double>(&value)) return text_of(*number);
-  if (const auto* const text = std::get_if<std::string>(&value)) return *text;
+std::string joined(const Texts& texts, const char* between) {
   std::string all;
-  if (const auto* const texts = std::get_if<Texts>(&value)) {
-    for (const std::string& text : *texts) all += (all.empty() ? "" : ",") + text;
-  }
+  for (const std::string& text : texts) all += (all.empty() ? "" : between) + text;
   return all;
 }
 
 [[noreturn]] void refuse(std::string_view name, const OptionValue& value, std::string_view expected) {
-  throw std::invalid_argument(concat("[train] ", flag_of(name), " is ", text_of(value), ", expected ", expected));
+  throw std::invalid_argument(
+      concat("[train] ", option_flag(name), " is ", option_text(value), ", expected ", expected));
 }
 
 // As it was given, or its default.
@@ -195,7 +184,7 @@ bool is_set(const OptionValues& values, std::string_view name) {
   return (flag != nullptr && *flag) || (text != nullptr && !text->empty());
 }
 
-std::string text_of(const OptionValues& values, std::string_view name) { return text_of(value_of(values, name)); }
+std::string text_of(const OptionValues& values, std::string_view name) { return option_text(value_of(values, name)); }
 
 // None: it has no number.
 std::optional<double> number_of(const OptionValue& value) {
@@ -204,16 +193,14 @@ std::optional<double> number_of(const OptionValue& value) {
   return std::nullopt;
 }
 
-std::string joined(const Texts& texts) {
-  std::string all;
-  for (const std::string& text : texts) all += (all.empty() ? "" : ", ") + text;
-  return all;
+int64_t count_of(const OptionValues& values, std::string_view name) {
+  return static_cast<int64_t>(number_of(value_of(values, name)).value());
 }
 
 void check_range(const TrainingOption& option, const OptionValue& value) {
   if (const auto* const text = std::get_if<std::string>(&value)) {
     if (!option.choices.empty() && std::ranges::find(option.choices, *text) == option.choices.end()) {
-      refuse(option.name, value, concat("one of ", joined(option.choices)));
+      refuse(option.name, value, concat("one of ", joined(option.choices, ", ")));
     }
   }
   const std::optional<double> number = number_of(value);
@@ -229,9 +216,8 @@ void check_range(const TrainingOption& option, const OptionValue& value) {
 
 void check_adapters(const OptionValues& values) {
   if (is_set(values, "lora") + is_set(values, "dora") + is_set(values, "adapter") > 1) {
-    const bool knows_dora = values.contains("dora");
-    throw std::invalid_argument(concat("[train] --lora, ", knows_dora ? "--dora " : "", "and --adapter are for ",
-                                       "different runs, expected one of them"));
+    throw std::invalid_argument(concat("[train] --lora", values.contains("dora") ? ", --dora" : "",
+                                       " and --adapter are for different runs, expected one of them"));
   }
   if (is_set(values, "lora") || is_set(values, "dora")) return;
   for (const std::string& name : of_lora()) {
@@ -248,7 +234,7 @@ void check_update_rule(const OptionValues& values) {
   for (const OfSomeRules& option : of_some_rules()) {
     if (!is_given(values, option.name) || std::ranges::find(option.rules, rule) != option.rules.end()) continue;
     refuse(option.name, value_of(values, option.name),
-           concat("it only for ", joined(option.rules), ", not for ", rule));
+           concat("it only for ", joined(option.rules, ", "), ", not for ", rule));
   }
 }
 
@@ -269,18 +255,33 @@ void check_training_options(const OptionValues& values) {
   for (const TrainingOption& option : training_options()) check_range(option, value_of(values, option.name));
   check_adapters(values);
   check_update_rule(values);
-  const int64_t length = std::get<int64_t>(value_of(values, "length"));
+  const int64_t length = count_of(values, "length");
   if (tokens_of_step(values) < length) {
     refuse("batch_tokens", value_of(values, "batch_tokens"), concat("at least --length, which is ", length));
   }
   const OptionValue steps = value_of(values, "steps");
   if (!is_given(values, "steps")) return;
-  if (*number_of(value_of(values, "warmup_steps")) > *number_of(steps)) {
-    refuse("warmup_steps", value_of(values, "warmup_steps"), concat("at most --steps, which is ", text_of(steps)));
+  if (count_of(values, "warmup_steps") > count_of(values, "steps")) {
+    refuse("warmup_steps", value_of(values, "warmup_steps"), concat("at most --steps, which is ", option_text(steps)));
   }
   if (*number_of(value_of(values, "epochs")) != 1) {
     throw std::invalid_argument("[train] --steps and --epochs are given, expected one of them");
   }
+}
+
+std::string option_flag(std::string_view name) {
+  std::string flag = concat("--", name);
+  std::ranges::replace(flag, '_', '-');
+  return flag;
+}
+
+std::string option_text(const OptionValue& value) {
+  if (const auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
+  if (const auto* const count = std::get_if<int64_t>(&value)) return std::to_string(*count);
+  if (const auto* const number = std::get_if<double>(&value)) return text_of(*number);
+  if (const auto* const text = std::get_if<std::string>(&value)) return *text;
+  const auto* const texts = std::get_if<Texts>(&value);
+  return texts == nullptr ? "" : joined(*texts, ",");
 }
 
 OptionValues fixed_training_options(const OptionValues& values) {
@@ -293,17 +294,20 @@ OptionValues fixed_training_options(const OptionValues& values) {
   return fixed;
 }
 
+bool trains_adapters(const OptionValues& values) {
+  return is_set(values, "lora") || is_set(values, "dora") || is_set(values, "adapter");
+}
+
 double highest_learning_rate(const OptionValues& values) {
   if (const std::optional<double> given = number_of(value_of(values, "learning_rate"))) return *given;
-  const bool adapters = is_set(values, "lora") || is_set(values, "dora") || is_set(values, "adapter");
-  return adapters ? kAdapterRate : kFullRate;
+  return trains_adapters(values) ? kAdapterRate : kFullRate;
 }
 
 int64_t tokens_of_step(const OptionValues& values) {
   if (const std::optional<double> given = number_of(value_of(values, "batch_tokens"))) {
     return static_cast<int64_t>(*given);
   }
-  return kRowsOfAStep * std::get<int64_t>(value_of(values, "length"));
+  return kRowsOfAStep * count_of(values, "length");
 }
 
 }  // namespace roundpipe

@@ -40,9 +40,15 @@ const TrainingOption& training_option(std::string_view name);
 // each other. Names that the table has not are left alone.
 void check_training_options(const OptionValues& values);
 
+// The option on the command line, such as "--lora-rank", and the text of a value there.
+std::string option_flag(std::string_view name);
+std::string option_text(const OptionValue& value);
+
 // The values that belong to the bits of a training.
 OptionValues fixed_training_options(const OptionValues& values);
 
+// Whether adapters are trained, and the model itself is frozen.
+bool trains_adapters(const OptionValues& values);
 // The learning rate after the warm-up: adapters learn with a higher one.
 double highest_learning_rate(const OptionValues& values);
 // The most tokens of a step.

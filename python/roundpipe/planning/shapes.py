@@ -300,6 +300,15 @@ class _Walk:
         )
         self._shapes.append(LayerShape("before", footprint, self._outside(first=True), work, meter.work - work))
 
+    def _native_form(self, layer: nn.Module) -> NativeDecoder | None:
+        """In which a layer computes, if that is not Python's; notes what computes exactly in fast arithmetic."""
+        if self._arithmetic == "exact":
+            return None
+        native = native_decoder(layer, 0, self._arithmetic)
+        reason = native if isinstance(native, str) else native.exact_parts()
+        self._exactly += [reason] if reason else []
+        return None if isinstance(native, str) else native
+
     def _layer(
         self, layer: nn.Module, forward: Any, args: Any, kwargs: Any
     ) -> tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]:
@@ -307,16 +316,13 @@ class _Walk:
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
         layer.__dict__.pop("forward", None)
         chunk = chunk_of("auto", self._ids.shape[1])
-        native = native_decoder(layer, 0, self._arithmetic) if self._arithmetic == "fast" else "exact"
-        in_python = isinstance(native, str)
-        if self._arithmetic == "fast":
-            reason = native if isinstance(native, str) else native.exact_parts()
-            self._exactly += [reason] if reason else []
+        native = self._native_form(layer)
+        in_python = native is None
         blocks = self._blocks(layer, args, kwargs) if chunk and in_python else ()
         base, before = meter.current_bytes, meter.work
         meter.reset_peak()
         with in_chunks(layer, blocks, chunk) if chunk and in_python else nullcontext():
-            output = layer(*args, **kwargs) if isinstance(native, str) else _decode(native, chunk, *args, **kwargs)
+            output = layer(*args, **kwargs) if native is None else _decode(native, chunk, *args, **kwargs)
         peak, saved = meter.peak_bytes - base, meter.current_bytes - base
         forward_work = meter.work - before
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]

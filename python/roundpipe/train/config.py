@@ -169,12 +169,33 @@ class TrainConfig:
     fault_tolerant: Annotated[bool, _shared(_MACHINE, "fault_tolerant")] = _OPTIONS["fault_tolerant"]["default"]
 
     def __post_init__(self) -> None:
-        self._check()
+        from roundpipe import _core
+
+        _core.check_training_options(self._shared_values())
+        if self.rows not in ("packed", "padded"):
+            raise refused("rows", self.rows, "packed or padded; roundpipe-train has streams")
+        if self.model and self.adapter:
+            raise ValueError(
+                "[train] --model and --adapter are given, expected one of them, as an adapter names its base; to use "
+                "another base, change base_model_name_or_path in its adapter_config.json"
+            )
+        for name, least in (("samples", 0), ("sample_tokens", 1)):
+            if getattr(self, name) < least:
+                raise refused(name, getattr(self, name), f"at least {least}")
+        if not 0 <= self.held_out < math.inf or (self.held_out >= 1 and self.held_out != int(self.held_out)):
+            raise refused("held_out", self.held_out, "a share below 1, or a whole number of records")
+        if self.format == "preference":
+            raise refused("format", self.format, "texts or conversations; RoundPipeDPOTrainer trains on pairs")
+        for name in ("evaluate_every", "sample_prompts"):
+            if getattr(self, name) is not None and not self.held_out:
+                raise refused(name, getattr(self, name), "it only with --held-out above 0")
 
     @property
     def trains_adapters(self) -> bool:
         """Whether the model itself is frozen."""
-        return self.lora or self.dora or bool(self.adapter)
+        from roundpipe import _core
+
+        return _core.trains_adapters(self._shared_values())
 
     @property
     def packed(self) -> bool:
@@ -215,28 +236,6 @@ class TrainConfig:
     def _shared_values(self) -> dict[str, Any]:
         """The options that `roundpipe-train` has as well; those that are not given are None."""
         return {name: None if getattr(self, name) == "" else getattr(self, name) for name in _OPTIONS}
-
-    def _check(self) -> None:
-        from roundpipe import _core
-
-        _core.check_training_options(self._shared_values())
-        if self.rows not in ("packed", "padded"):
-            raise refused("rows", self.rows, "packed or padded; roundpipe-train has streams")
-        if self.model and self.adapter:
-            raise ValueError(
-                "[train] --model and --adapter are given, expected one of them, as an adapter names its base; to use "
-                "another base, change base_model_name_or_path in its adapter_config.json"
-            )
-        for name, least in (("samples", 0), ("sample_tokens", 1)):
-            if getattr(self, name) < least:
-                raise refused(name, getattr(self, name), f"at least {least}")
-        if not 0 <= self.held_out < math.inf or (self.held_out >= 1 and self.held_out != int(self.held_out)):
-            raise refused("held_out", self.held_out, "a share below 1, or a whole number of records")
-        if self.format == "preference":
-            raise refused("format", self.format, "texts or conversations; RoundPipeDPOTrainer trains on pairs")
-        for name in ("evaluate_every", "sample_prompts"):
-            if getattr(self, name) is not None and not self.held_out:
-                raise refused(name, getattr(self, name), "it only with --held-out above 0")
 
 
 def refused(name: str, value: object, expected: str) -> ValueError:

@@ -16,6 +16,7 @@ void bind_training_options(py::module_& module) {
   module.def("training_options", &training_options);
   module.def("check_training_options", &check_training_options, py::arg("values"));
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
+  module.def("trains_adapters", &trains_adapters, py::arg("values"));
   module.def("highest_learning_rate", &highest_learning_rate, py::arg("values"));
   module.def("tokens_of_step", &tokens_of_step, py::arg("values"));
 }

@@ -64,7 +64,7 @@ TEST_CASE("training options: values that do not fit each other are named") {
   const std::string lion = "lion", eight = "8bit", sgd = "sgd", folder = "a";
   const std::vector<std::string> targets = {"q_proj"};
   for (const auto& [values, said] : std::vector<Case>{
-           {{{"lora", true}, {"adapter", folder}}, "--lora, and --adapter are for different runs"},
+           {{{"lora", true}, {"adapter", folder}}, "--lora and --adapter are for different runs"},
            {{{"lora", true}, {"dora", true}}, "--lora, --dora and --adapter are for different runs"},
            {{{"lora_rank", int64_t{4}}}, "--lora-rank is 4, expected it only with --lora"},
            {{{"lora_rank", int64_t{4}}, {"dora", false}}, "expected it only with --lora or --dora"},
@@ -93,6 +93,8 @@ TEST_CASE("training options: what belongs to the bits") {
 }
 
 TEST_CASE("training options: defaults that depend on others") {
+  CHECK(!trains_adapters({{"lora", false}, {"length", int64_t{16}}}));
+  CHECK(trains_adapters({{"dora", true}}));
   CHECK(highest_learning_rate({}) == 2e-5);
   CHECK(highest_learning_rate({{"lora", true}}) == 2e-4);
   CHECK(highest_learning_rate({{"adapter", std::string("a")}}) == 2e-4);
