@@ -29,9 +29,9 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, _core, wrap_model_to_roundpipe
+from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
-from roundpipe.memory.footprint import measure as measure_layers
 from roundpipe.memory.prediction import predict_device
 from roundpipe.planning.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
@@ -170,7 +170,10 @@ def run_head(name: str, model: PublishedModel, tokens: int, quick: bool) -> dict
     batch = split((hidden, labels))
     layer = PythonLayer(head, "head", is_last=True)
     roundpipe.devices("virtual:1")
-    (real,) = measure_layers([layer], batch, lambda outputs: [outputs], torch.device("cpu"), trains=True)
+    core = _core.ModelCore(_core.Pipeline("head", [layer], False), None, None, measures=False, checks_loss=False)
+    loss = MicrobatchLoss(outputs_as_loss)
+    arguments = _core.CallArguments([batch], [split(None)], loss, False, (), passages=[None])
+    (real,) = core.footprints(arguments, _core.RunOptions())
     meta = make_model(config)
     shapes = measure(meta, tokens, chunk_logit_bytes=_core.chunk_logit_bytes("cpu")).layers[-1]
     return {

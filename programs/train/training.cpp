@@ -164,9 +164,9 @@ void Training::check_memory() {
   const MemoryPrediction predicted = model_->predict_memory(data_.batch(step_));
   if (options_.dry_run) std::printf("predicted memory\n%s\n", predicted.text().c_str());
   const int64_t budget = options_.host_memory_bytes;
-  if (budget > 0 && predicted.host_total() > budget) {
+  if (budget > 0 && predicted.host.total() > budget) {
     throw std::invalid_argument(
-        concat("[train] the step is predicted to take ", format_bytes(predicted.host_total()),
+        concat("[train] the step is predicted to take ", format_bytes(predicted.host.total()),
                " of host memory, expected at most ", format_bytes(budget),
                ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
   }

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from roundpipe.layers.emulated import EmulatedLayer
     from roundpipe.layers.recompute import doing_recompute, get_recompute_data, save_for_recompute
     from roundpipe.memory.host import HostArena, host_arena
-    from roundpipe.memory.step import MemoryPrediction
+    from roundpipe.memory.prediction import MemoryPrediction
     from roundpipe.model.pending import Pending
     from roundpipe.model.pipe import RoundPipe
     from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
@@ -42,7 +42,7 @@ _PUBLIC = {
     "GradScaler": "step.scaler",
     "HostArena": "memory.host",
     "Loaded": "saving.load",
-    "MemoryPrediction": "memory.step",
+    "MemoryPrediction": "memory.prediction",
     "ModelExecutePlan": "call.execute_plan",
     "OptimizerCtx": "step.optimizer_context",
     "Pending": "model.pending",

@@ -6,10 +6,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-# (raised exception, place, the device's cap) -> exception to raise instead
-Explain: TypeAlias = Callable[[BaseException, str, int], BaseException]
-
 class RoundPipeError(RuntimeError): ...
+class BudgetError(ValueError): ...
 class DamagedCheckpointError(RoundPipeError): ...
 class LayerTooLargeError(ValueError): ...
 class HostTooSmallError(ValueError): ...
@@ -58,7 +56,6 @@ class Engine:
     def moved_bytes(self, index: int) -> MovedBytes: ...
     def device_rules(self, cap_bytes: int) -> DeviceRules: ...
     def smallest_cap_bytes(self) -> int: ...
-    def limit_memory(self, limit_bytes: int) -> None: ...
     def link_use(self, index: int) -> list[LinkUse]: ...
     def failed(self) -> list[tuple[str, str]]: ...
     def restore(self) -> list[str]: ...
@@ -71,10 +68,9 @@ def parse_bytes(text: str) -> int: ...
 def checks_losses() -> bool: ...
 def format_bytes(size_bytes: int) -> str: ...
 def map_file(path: str) -> torch.Tensor: ...
+def free_host_bytes() -> int: ...
 def is_mapped(tensor: torch.Tensor) -> bool: ...
 def settled_bytes(tensor: torch.Tensor) -> int: ...
-def crossed_copy(tensor: torch.Tensor, device: str) -> torch.Tensor: ...
-def cross_boundary(outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
 
 # Whether both hold the very same objects, under the very same keys, in the same order.
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool: ...
@@ -398,26 +394,22 @@ class MemoryMeter:
     def peak_bytes(self) -> int: ...
     def reset_peak(self) -> None: ...
 
-class ParameterWatch:
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None: ...
-    def require_kept(self, layer: str, names: list[str]) -> None: ...
-
 class TiedGradAccumulation:
     LAYER: TiedGradAccumulation
     MICROBATCH: TiedGradAccumulation
 
-class CallOptions:
-    requires_grad: bool
+class RunOptions:
+    requires_grad: bool | None
     preserve_rng_state: bool
-    refuses_nan: bool
-    refuses_nan_early: bool
-    keeps_caller: bool
     fault_tolerant: bool
     verify_every: int
     recompute_grain: RecomputeGrain
     tied_grad_accumulation: TiedGradAccumulation
     gradient_groups: int
+    route: Stages | Plan | None
     def __init__(self) -> None: ...
+
+def default_microbatches(devices: int) -> int: ...
 
 class Event:
     def __init__(self) -> None: ...
@@ -442,15 +434,6 @@ class Record:
     recomputed_ms: float
     # How long the device then was idle, until the gradient arrived.
     waited_ms: float
-
-class TrainResult:
-    # Of each microbatch, as the loss returned them.
-    losses: list[list[torch.Tensor]]
-    # Of each microbatch, if asked for.
-    outputs: list[tuple[list[torch.Tensor], Any]]
-
-class Submitted:
-    def records(self) -> list[Record]: ...
 
 class ExecutionLog:
     def records(self) -> list[Record]: ...
@@ -507,12 +490,6 @@ class DeviceRules:
     most_resident_bytes: int
     def __init__(self, cap_bytes: int) -> None: ...
 
-class HostMemory:
-    weights: int
-    gradients: int
-    masters: int
-    moments: int
-
 STAGED_MICROBATCHES: int
 
 def layer_bytes(tensors: list[torch.Tensor], tied: list[bool]) -> LayerBytes: ...
@@ -521,14 +498,58 @@ def predict_devices(plans: Sequence[Plan], sizes: StepSizes, cap_bytes: Sequence
 def largest_stage_bytes(plans: Sequence[Plan], sizes: StepSizes) -> int: ...
 def waiting_on_host(plan: Plan, footprints: Sequence[LayerFootprint], microbatches: int) -> int: ...
 def partial_sum_bytes(plan: Plan, sizes: StepSizes) -> int: ...
+
+class OptimizerMemory:
+    def __init__(self, algorithm: Algorithm, options: Hyperparameters, moments: MomentFormat) -> None: ...
+    @property
+    def algorithm(self) -> Algorithm: ...
+    @property
+    def options(self) -> Hyperparameters: ...
+    @property
+    def moments(self) -> MomentFormat: ...
+
+def least_optimizer() -> OptimizerMemory: ...
+def largest_optimizer(
+    algorithm: Algorithm, groups: Sequence[Hyperparameters], moments: MomentFormat
+) -> OptimizerMemory: ...
+
+class HostPrediction:
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    values: int
+    partial_sums: int
+    kept_for_failures: int
+    def __init__(
+        self,
+        weights: int,
+        gradients: int,
+        masters: int,
+        moments: int,
+        values: int = 0,
+        partial_sums: int = 0,
+        kept_for_failures: int = 0,
+    ) -> None: ...
+    @property
+    def total(self) -> int: ...
+    def rows(self) -> dict[str, int]: ...
+
 def predict_host(
-    blocks: list[Sequence[torch.Tensor]],
-    algorithm: Algorithm,
-    hyper: Hyperparameters,
-    format: MomentFormat,
-    trains: bool,
-) -> HostMemory: ...
-def free_host_bytes() -> int: ...
+    blocks: Sequence[Sequence[torch.Tensor]],
+    optimizer: OptimizerMemory,
+    trains: bool = True,
+    wider_gradients: int = 0,
+    values: int = 0,
+    partial_sums: int = 0,
+) -> HostPrediction: ...
+def require_host(
+    where: str,
+    name: str,
+    budget_bytes: int,
+    predict: Callable[[OptimizerMemory], HostPrediction],
+    optimizer: OptimizerMemory | None,
+) -> None: ...
 def tied_sum_bytes(parameter: torch.Tensor, layers: int) -> int: ...
 
 class LinkRates:
@@ -585,32 +606,57 @@ class StepClaim:
     def __init__(self, model: str, parameters: Sequence[tuple[str, torch.Tensor]]) -> None: ...
 
 def any_claimed(parameters: Sequence[torch.Tensor]) -> bool: ...
-def check_max_norm(norm: float | None) -> None: ...
 
-# See runtime/step_memory.h.
-class StepWithinCap: ...
+class CallArguments:
+    def __init__(
+        self,
+        inputs: list[Any],
+        labels: list[Any],
+        loss: Any,
+        changeable: bool,
+        savers: Sequence[str],
+        passages: Sequence[Passage | None],
+    ) -> None: ...
 
-class StepsWithinCap:
-    def __init__(self) -> None: ...
-    @staticmethod
-    def step_of(
-        pipeline: Pipeline,
-        route: Stages | Plan | None,
-        mode: PlanMode,
-        microbatches: int,
-        gradient_groups: int,
-        recompute_grain: RecomputeGrain,
-        inputs: list[torch.Tensor],
-        label_bytes: int,
-    ) -> StepWithinCap | None: ...
-    def known(self, step: StepWithinCap) -> RecomputeGrain | None: ...
-    def admit(self, step: StepWithinCap, planned: PlannedMemory) -> None: ...
+class CallResult:
+    losses: list[torch.Tensor]
+    outputs: list[tuple[list[torch.Tensor], Any]]
 
-class PlannedMemory:
-    grain: RecomputeGrain
+class Activations:
+    DEVICE: Activations
+    HOST: Activations
+    RECOMPUTE: Activations
+
+class MemoryPrediction:
     device: DeviceMemory
-    fits: bool
-    def __init__(self, grain: RecomputeGrain) -> None: ...
+    measured_bytes: int | None
+    host: HostPrediction
+    recompute_grain: RecomputeGrain
+    activations: list[Activations]
+    def text(self) -> str: ...
+
+class PendingCall:
+    def finish(self) -> CallResult: ...
+    def records(self) -> list[Record]: ...
+
+class ModelCore:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        host_memory: int | None,
+        device_memory: int | None,
+        measures: bool,
+        checks_loss: bool,
+    ) -> None: ...
+    def forward(self, arguments: CallArguments, options: RunOptions) -> list[tuple[list[torch.Tensor], Any]]: ...
+    def submit(
+        self, arguments: CallArguments, options: RunOptions, keep_outputs: bool, refuses_nan_early: bool
+    ) -> PendingCall: ...
+    def predict_memory(self, arguments: CallArguments, options: RunOptions) -> MemoryPrediction: ...
+    def last_prediction(self) -> MemoryPrediction | None: ...
+    def footprints(self, arguments: CallArguments, options: RunOptions) -> list[LayerFootprint]: ...
+    def fits(self, arguments: CallArguments, options: RunOptions) -> bool: ...
+    def count_optimizer(self, memory: OptimizerMemory) -> None: ...
 
 class Pipeline:
     asynchronous: bool
@@ -621,26 +667,6 @@ class Pipeline:
     def loss_scales(self) -> list[LossScale]: ...
     def has_loss_scale(self, scale: LossScale) -> bool: ...
     def wait_losses(self) -> None: ...
-    def forward(
-        self,
-        inputs: list[Any],
-        options: CallOptions,
-        route: Stages | Plan | None,
-        explain: Explain,
-        passages: Sequence[Passage | None],
-    ) -> list[tuple[list[torch.Tensor], Any]]: ...
-    def submit(
-        self,
-        inputs: list[Any],
-        labels: list[Any],
-        loss: Any,
-        keep_outputs: bool,
-        options: CallOptions,
-        route: Stages | Plan | None,
-        explain: Explain,
-        passages: Sequence[Passage | None],
-    ) -> Submitted: ...
-    def finish(self, submitted: Submitted) -> TrainResult: ...
     def planned_stages(self, mode: PlanMode, microbatches: int) -> Stages: ...
     def costs(self) -> list[LayerCost]: ...
     def knows_costs(self) -> bool: ...
@@ -652,27 +678,6 @@ class Pipeline:
     def last_step_plan(self) -> Plan | None: ...
     def last_step_groups(self) -> int: ...
     def note_update(self, weight_bytes: int, ms: float) -> None: ...
-    def plan_as(
-        self,
-        route: Stages | Plan | None,
-        mode: PlanMode,
-        microbatches: int,
-        sizes: StepSizes,
-        budget_bytes: int,
-        work_factor: float,
-    ) -> DeviceMemory: ...
-    def plan_within(
-        self,
-        route: Stages | Plan | None,
-        mode: PlanMode,
-        microbatches: int,
-        sizes: StepSizes,
-        budget_bytes: int,
-        work_factor: float,
-    ) -> PlannedMemory: ...
-    def plan_within_caps(
-        self, route: Stages | Plan | None, mode: PlanMode, microbatches: int, sizes: StepSizes
-    ) -> PlannedMemory: ...
     def preview_plans(
         self,
         route: Stages | Plan | None,
@@ -717,6 +722,14 @@ class Pipeline:
     def recent_logs(self) -> list[ExecutionLog]: ...
     def last_records(self) -> list[Record]: ...
 
+class StepOptions:
+    @property
+    def asynchronous(self) -> bool: ...
+    @property
+    def max_grad_norm(self) -> float | None: ...
+    gradient_factor: float | None
+    def __init__(self, asynchronous: bool, max_grad_norm: float | None) -> None: ...
+
 class StepRun:
     finished: bool
     norm: float
@@ -754,10 +767,8 @@ class ModelOptimizer:
     def step(
         self,
         groups: list[Hyperparameters],
-        asynchronous: bool,
-        max_norm: float,
+        options: StepOptions,
         loss_scale: float,
-        gradient_factor: float = ...,
     ) -> StepRun: ...
     def shard(self, block: int) -> list[tuple[int, int]]: ...
     def make_room(self) -> None: ...

@@ -18,6 +18,7 @@ void bind_memory(pybind11::module_& module);
 void bind_microbatches(pybind11::module_& module);
 void bind_modules(pybind11::module_& module);
 void bind_models(pybind11::module_& module);
+void bind_model_core(pybind11::module_& module);
 void bind_model_optimizer(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);

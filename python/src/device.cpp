@@ -118,10 +118,6 @@ void bind_device(py::module_& module) {
            })
       .def("device_rules", &runtime::device_rules, py::arg("cap_bytes"))
       .def("smallest_cap_bytes", &runtime::smallest_cap_bytes)
-      .def("limit_memory",
-           [](Engine& engine, int64_t limit_bytes) {
-             for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().limit_memory(limit_bytes);
-           })
       .def("moved_bytes",
            [](Engine& engine, int index) {
              return MovedBytes{engine.pool_worker(index).upload().moved_bytes(),

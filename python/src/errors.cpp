@@ -4,6 +4,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_check.h>
 #include <roundpipe/schedule/search.h>
+#include <roundpipe/training/host_memory.h>
 
 #include "bindings.h"
 
@@ -18,6 +19,8 @@ void bind_errors(py::module_& module) {
       .doc() = "A checkpoint cannot be used as the disk has it; the message names a file.";
   py::register_exception<schedule::LayerTooLarge>(module, "LayerTooLargeError", PyExc_ValueError);
   py::register_exception<schedule::HostTooSmall>(module, "HostTooSmallError", PyExc_ValueError);
+  py::register_exception<BudgetExceeded>(module, "BudgetError", PyExc_ValueError).doc() =
+      "A model or a step does not fit its budget.";
   module.def("checks_losses", &checks_losses);
   // torch's exceptions keep their Python types (OutOfMemoryError, IndexError, ...).
   py::register_exception_translator([](std::exception_ptr error) {

@@ -1,11 +1,12 @@
+#include <pybind11/functional.h>
+
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/host_room.h>
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/optim/block_optimizer.h>
-#include <roundpipe/runtime/model/parameter_watch.h>
 #include <roundpipe/simulate/memory_simulator.h>
-#include <roundpipe/torch_compat/autograd_nodes.h>
+#include <roundpipe/training/host_memory.h>
 
 #include "bindings.h"
 
@@ -84,11 +85,6 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("most_resident_bytes", &simulate::DeviceRules::most_resident_bytes)
       .def(py::init([](int64_t cap_bytes) { return simulate::DeviceRules{.cap_bytes = cap_bytes}; }),
            py::arg("cap_bytes"));
-  ValueClass<simulate::HostMemory>(module, "HostMemory")
-      .attribute("weights", &simulate::HostMemory::weights)
-      .attribute("gradients", &simulate::HostMemory::gradients)
-      .attribute("masters", &simulate::HostMemory::masters)
-      .attribute("moments", &simulate::HostMemory::moments);
   module.def(
       "layer_bytes",
       [](const std::vector<at::Tensor>& tensors, const std::vector<bool>& tied) {
@@ -127,21 +123,55 @@ void bind_memory_simulator(py::module_& module) {
       },
       py::arg("plan"), py::arg("footprints"), py::arg("microbatches"));
   module.def("partial_sum_bytes", &simulate::partial_sum_bytes, py::arg("plan"), py::arg("sizes"));
+  py::class_<OptimizerMemory>(module, "OptimizerMemory")
+      .def(py::init([](optim::Algorithm algorithm, const optim::Hyperparameters& options, optim::MomentFormat moments) {
+             return OptimizerMemory{algorithm, options, moments};
+           }),
+           py::arg("algorithm"), py::arg("options"), py::arg("moments"))
+      .def_readonly("algorithm", &OptimizerMemory::algorithm)
+      .def_readonly("options", &OptimizerMemory::options)
+      .def_readonly("moments", &OptimizerMemory::moments);
+  module.def("least_optimizer", &least_optimizer);
+  module.def("largest_optimizer", &largest_optimizer, py::arg("algorithm"), py::arg("groups"), py::arg("moments"));
+  ValueClass<HostPrediction>(module, "HostPrediction")
+      .attribute("weights", [](const HostPrediction& host) { return host.weights; })
+      .attribute("gradients", [](const HostPrediction& host) { return host.gradients; })
+      .attribute("masters", [](const HostPrediction& host) { return host.masters; })
+      .attribute("moments", [](const HostPrediction& host) { return host.moments; })
+      .attribute("values", &HostPrediction::values)
+      .attribute("partial_sums", &HostPrediction::partial_sums)
+      .attribute("kept_for_failures", &HostPrediction::kept_for_failures)
+      .def_property_readonly("total", &HostPrediction::total)
+      .def("rows",
+           [](const HostPrediction& host) {
+             py::dict rows;
+             for (const auto& [name, bytes] : rows_of(host)) rows[py::str(name)] = bytes;
+             return rows;
+           })
+      .def(py::init([](int64_t weights, int64_t gradients, int64_t masters, int64_t moments, int64_t values,
+                       int64_t partial_sums, int64_t kept_for_failures) {
+             return HostPrediction{{weights, gradients, masters, moments}, values, partial_sums, kept_for_failures};
+           }),
+           py::arg("weights"), py::arg("gradients"), py::arg("masters"), py::arg("moments"), py::arg("values") = 0,
+           py::arg("partial_sums") = 0, py::arg("kept_for_failures") = 0);
   module.def(
       "predict_host",
-      [](const std::vector<std::vector<at::Tensor>>& blocks, optim::Algorithm algorithm,
-         const optim::Hyperparameters& hyper, optim::MomentFormat format, bool trains) {
-        std::vector<std::vector<ParameterSize>> sizes;
-        for (const std::vector<at::Tensor>& block : blocks) {
-          auto& of_block = sizes.emplace_back();
-          for (const at::Tensor& tensor : block) {
-            of_block.push_back(size_of(tensor, trains, /*tied=*/false));
-            of_block.back().moment_bytes = optim::state_bytes(algorithm, hyper, format, tensor.sizes());
-          }
-        }
-        return simulate::predict_host(sizes);
+      [](const std::vector<std::vector<at::Tensor>>& blocks, const OptimizerMemory& optimizer, bool trains,
+         int64_t wider_gradients, int64_t values, int64_t partial_sums) {
+        HostPrediction host{host_memory_of(blocks, optimizer, trains), values, partial_sums, 0};
+        host.gradients += wider_gradients;
+        return host;
       },
-      py::arg("blocks"), py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("trains"));
+      py::arg("blocks"), py::arg("optimizer"), py::arg("trains") = true, py::arg("wider_gradients") = 0,
+      py::arg("values") = 0, py::arg("partial_sums") = 0);
+  module.def(
+      "require_host",
+      [](const std::string& where, const std::string& name, int64_t budget_bytes,
+         const std::function<HostPrediction(const OptimizerMemory&)>& predict,
+         const std::optional<OptimizerMemory>& optimizer) {
+        require_host(where.c_str(), name, budget_bytes, predict, optimizer);
+      },
+      py::arg("where"), py::arg("name"), py::arg("budget_bytes"), py::arg("predict"), py::arg("optimizer"));
   module.def(
       "tied_sum_bytes",
       [](const at::Tensor& parameter, int layers) {
@@ -157,24 +187,7 @@ void bind_memory(py::module_& module) {
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("free_host_bytes", &memory::free_host_bytes);
   module.def("settled_bytes", &memory::settled_bytes, py::arg("tensor"));
-  module.def(
-      "crossed_copy",
-      [](const at::Tensor& tensor, const std::string& device) {
-        const at::NoGradGuard no_grad;
-        return memory::copy_alike(memory::settled(tensor.detach()), c10::Device(device));
-      },
-      py::arg("tensor"), py::arg("device"), py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "cross_boundary", [](const std::vector<at::Tensor>& outputs) { return torch_compat::cross_boundary(outputs); },
-      py::arg("outputs"), py::call_guard<py::gil_scoped_release>());
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
-  py::class_<runtime::ParameterWatch>(module, "ParameterWatch")
-      .def(py::init([](const std::vector<at::Tensor>& parameters) {
-             return runtime::ParameterWatch(parameters, std::vector<char>(parameters.size(), 1));
-           }),
-           py::arg("parameters"), py::call_guard<py::gil_scoped_release>())
-      .def("require_kept", &runtime::ParameterWatch::require_kept, py::arg("layer"), py::arg("names"),
-           py::call_guard<py::gil_scoped_release>());
   ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
       .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)
       .attribute("reserved_bytes", &memory::HostArenaStats::reserved_bytes)

@@ -10,6 +10,16 @@ using runtime::ModelOptimizer;
 using runtime::StepRun;
 
 void bind_model_optimizer(py::module_& module) {
+  py::class_<StepOptions>(module, "StepOptions")
+      .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm) {
+             StepOptions options{.asynchronous = asynchronous, .max_grad_norm = max_grad_norm};
+             check(options, /*several_nodes=*/true);
+             return options;
+           }),
+           py::arg("asynchronous"), py::arg("max_grad_norm"))
+      .def_readonly("asynchronous", &StepOptions::asynchronous)
+      .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)
+      .def_readwrite("gradient_factor", &StepOptions::gradient_factor);
   py::class_<StepRun, std::shared_ptr<StepRun>>(module, "StepRun")
       .def(
           "wait_decided", [](const StepRun& run) { device::wait_interruptible(*run.decided()); },
@@ -44,12 +54,9 @@ void bind_model_optimizer(py::module_& module) {
            py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"), py::arg("nodes") = nullptr)
       .def(
           "step",
-          [](ModelOptimizer& optimizer, std::vector<optim::Hyperparameters> groups, bool asynchronous, double max_norm,
-             double loss_scale, double gradient_factor) {
-            return optimizer.step(std::move(groups), {asynchronous, max_norm, loss_scale, gradient_factor});
-          },
-          py::arg("groups"), py::arg("asynchronous"), py::arg("max_norm"), py::arg("loss_scale"),
-          py::arg("gradient_factor") = 1.0, py::call_guard<py::gil_scoped_release>())
+          [](ModelOptimizer& optimizer, std::vector<optim::Hyperparameters> groups, const StepOptions& options,
+             double loss_scale) { return optimizer.step(std::move(groups), options, loss_scale); },
+          py::arg("groups"), py::arg("options"), py::arg("loss_scale"), py::call_guard<py::gil_scoped_release>())
       .def("make_room", &ModelOptimizer::make_room, py::call_guard<py::gil_scoped_release>())
       .def("finish", &ModelOptimizer::finish, py::call_guard<py::gil_scoped_release>())
       .def("accept_weights", &ModelOptimizer::accept_weights)
@@ -90,7 +97,6 @@ void bind_model_optimizer(py::module_& module) {
             return optimizer.host_bytes(groups);
           },
           py::arg("groups"));
-  module.def("check_max_norm", &runtime::check_max_norm, py::arg("norm"));
 
   module.def(
       "host_parameters",

@@ -5,64 +5,23 @@
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/runtime/step_memory.h>
-#include <roundpipe/simulate/memory_simulator.h>
 
 #include "bindings.h"
 #include "models/model_layer.h"
-#include "models/passage.h"
 #include "python_layer.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using runtime::CallOptions;
 using runtime::Engine;
 using runtime::ExecutionRecord;
 using runtime::LossScale;
 using runtime::Pipeline;
 using runtime::StepTicket;
-using runtime::Values;
 using runtime::WeightUpdate;
 
 namespace {
-
-// Values with the same structure object share their structure: each that is dropped takes the interpreter lock.
-std::vector<Values> values_list(const py::list& list) {
-  std::vector<Values> result;
-  py::handle last;
-  for (const py::handle entry : list) {
-    const py::object structure = entry[py::int_(1)];
-    if (!result.empty() && structure.is(last)) {
-      result.push_back({entry[py::int_(0)].cast<std::vector<at::Tensor>>(), result.back().structure});
-    } else {
-      result.push_back(values_from(entry));
-    }
-    last = structure;
-  }
-  return result;
-}
-
-// `passages`: of each microbatch, the one that its inputs enter natively, or None.
-std::vector<Values> inputs_list(const py::list& list, const std::vector<std::shared_ptr<Passage>>& passages) {
-  std::vector<Values> result;
-  for (const py::handle entry : list) {
-    const std::shared_ptr<Passage>& passage = passages.at(result.size());
-    if (passage == nullptr) {
-      result.push_back(values_from(entry));
-    } else {
-      result.push_back({entry[py::int_(0)].cast<std::vector<at::Tensor>>(), passage->entered()});
-    }
-  }
-  return result;
-}
-
-py::list values_list(const std::vector<Values>& list) {
-  py::list result;
-  for (const Values& values : list) result.append(values_to(values));
-  return result;
-}
 
 // Makes a native layer for an object that describes one, else a Python layer. REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_layer(const py::handle& object) {
@@ -161,35 +120,21 @@ void bind_loss_scale(py::module_& module) {
 
 }  // namespace
 
-namespace {
-
-runtime::MemoryLimit limit_of(int64_t budget_bytes, double work_factor) {
-  runtime::MemoryLimit limit;
-  limit.budget_bytes = budget_bytes;
-  limit.rules = runtime::device_rules(*Engine::current(), budget_bytes);
-  limit.work_factor = work_factor;
-  return limit;
-}
-
-}  // namespace
-
 void bind_pipeline(py::module_& module) {
   py::enum_<runtime::TiedGradAccumulation>(module, "TiedGradAccumulation")
       .value("LAYER", runtime::TiedGradAccumulation::kLayer)
       .value("MICROBATCH", runtime::TiedGradAccumulation::kMicrobatch);
-  py::class_<CallOptions>(module, "CallOptions")
+  py::class_<RunOptions>(module, "RunOptions")
       .def(py::init<>())
-      .def_readwrite("requires_grad", &CallOptions::requires_grad)
-      .def_readwrite("preserve_rng_state", &CallOptions::preserve_rng_state)
-      .def_readwrite("refuses_nan", &CallOptions::refuses_nan)
-      .def_readwrite("refuses_nan_early", &CallOptions::refuses_nan_early)
-      .def_readwrite("keeps_caller", &CallOptions::keeps_caller)
-      .def_readwrite("fault_tolerant", &CallOptions::fault_tolerant)
-      .def_readwrite("verify_every", &CallOptions::verify_every)
-      .def_readwrite("recompute_grain", &CallOptions::recompute_grain)
-      .def_readwrite("tied_grad_accumulation", &CallOptions::tied_grad_accumulation)
-      .def_readwrite("gradient_groups", &CallOptions::gradient_groups);
-
+      .def_readwrite("requires_grad", &RunOptions::requires_grad)
+      .def_readwrite("preserve_rng_state", &RunOptions::preserve_rng_state)
+      .def_readwrite("recompute_grain", &RunOptions::recompute_grain)
+      .def_readwrite("tied_grad_accumulation", &RunOptions::tied_grad_accumulation)
+      .def_readwrite("gradient_groups", &RunOptions::gradient_groups)
+      .def_readwrite("fault_tolerant", &RunOptions::fault_tolerant)
+      .def_readwrite("verify_every", &RunOptions::verify_every)
+      .def_readwrite("route", &RunOptions::route);
+  module.def("default_microbatches", &default_microbatches, py::arg("devices"));
   py::class_<WeightUpdate>(module, "WeightUpdate")
       .def("make", &WeightUpdate::make, py::call_guard<py::gil_scoped_release>());
 
@@ -205,13 +150,6 @@ void bind_pipeline(py::module_& module) {
       .attribute("end_ms", &ExecutionRecord::end_ms)
       .attribute("recomputed_ms", &ExecutionRecord::recomputed_ms)
       .attribute("waited_ms", &ExecutionRecord::waited_ms);
-  ValueClass<Pipeline::TrainResult>(module, "TrainResult")
-      .attribute("losses", &Pipeline::TrainResult::losses)
-      .attribute("outputs", [](const Pipeline::TrainResult& result) { return values_list(result.outputs); });
-
-  py::class_<Pipeline::Submitted, std::shared_ptr<Pipeline::Submitted>>(module, "Submitted")
-      .def("records", [](const Pipeline::Submitted& submitted) { return submitted.log->records(); });
-
   py::class_<runtime::ExecutionLog, std::shared_ptr<runtime::ExecutionLog>>(module, "ExecutionLog")
       .def("records", &runtime::ExecutionLog::records);
 
@@ -255,26 +193,6 @@ void bind_pipeline(py::module_& module) {
            py::arg("model"), py::arg("parameters"));
   module.def("any_claimed", &runtime::ParameterClaim::any_claimed, py::arg("parameters"));
 
-  py::class_<runtime::StepsWithinCap::Step>(module, "StepWithinCap");
-  py::class_<runtime::StepsWithinCap>(module, "StepsWithinCap")
-      .def(py::init<>())
-      .def_static(
-          "step_of",
-          [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             int gradient_groups, RecomputeGrain recompute_grain, const std::vector<at::Tensor>& inputs,
-             int64_t label_bytes) {
-            return runtime::StepsWithinCap::step_of(
-                pipeline.model(), route, {mode, microbatches, gradient_groups, recompute_grain}, inputs, label_bytes);
-          },
-          py::arg("pipeline"), py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
-          py::arg("recompute_grain"), py::arg("inputs"), py::arg("label_bytes"))
-      .def("known", &runtime::StepsWithinCap::known, py::arg("step"))
-      .def("admit", &runtime::StepsWithinCap::admit, py::arg("step"), py::arg("planned"));
-  ValueClass<runtime::PlannedMemory>(module, "PlannedMemory")
-      .attribute("grain", &runtime::PlannedMemory::grain)
-      .attribute("device", &runtime::PlannedMemory::device)
-      .attribute("fits", &runtime::PlannedMemory::fits)
-      .def(py::init([](RecomputeGrain grain) { return runtime::PlannedMemory{grain, {}, true}; }), py::arg("grain"));
   py::class_<Pipeline, std::shared_ptr<Pipeline>>(module, "Pipeline")
       .def(py::init([](std::string name, const py::list& layers, bool pinned, const Pipeline* in_place_of) {
              std::vector<std::unique_ptr<runtime::Layer>> made;
@@ -284,38 +202,6 @@ void bind_pipeline(py::module_& module) {
                                               drop);
            }),
            py::arg("name"), py::arg("layers"), py::arg("pinned"), py::arg("in_place_of") = nullptr)
-      .def(
-          "forward",
-          [](Pipeline& pipeline, const py::list& inputs, const CallOptions& options, const runtime::Route& route,
-             py::object explain, const std::vector<std::shared_ptr<Passage>>& passages) {
-            const std::vector<Values> values = inputs_list(inputs, passages);
-            SharedObject step = share(std::move(explain));
-            Pipeline::Outputs outputs;
-            {
-              const py::gil_scoped_release no_gil;
-              outputs = pipeline.forward(values, options, route, std::move(step));
-            }
-            return values_list(outputs.microbatches);
-          },
-          py::arg("inputs"), py::arg("options"), py::arg("route"), py::arg("explain"), py::arg("passages"))
-      .def(
-          "submit",
-          [](Pipeline& pipeline, const py::list& inputs, const py::list& labels, py::object loss, bool keep_outputs,
-             const CallOptions& options, const runtime::Route& route, py::object explain,
-             const std::vector<std::shared_ptr<Passage>>& passages) {
-            const std::vector<Values> values = inputs_list(inputs, passages);
-            const std::vector<Values> label_values = values_list(labels);
-            std::shared_ptr<runtime::Loss> loss_function = make_python_loss(std::move(loss));
-            SharedObject step = share(std::move(explain));
-            const py::gil_scoped_release no_gil;
-            return pipeline.submit(values, label_values, std::move(loss_function), keep_outputs, options, route,
-                                   std::move(step));
-          },
-          py::arg("inputs"), py::arg("labels"), py::arg("loss"), py::arg("keep_outputs"), py::arg("options"),
-          py::arg("route"), py::arg("explain"), py::arg("passages"))
-      .def(
-          "finish", [](Pipeline& pipeline, Pipeline::Submitted& submitted) { return pipeline.finish(submitted); },
-          py::arg("submitted"), py::call_guard<py::gil_scoped_release>())
       .def("release", &Pipeline::release)
       .def("loss_scales", [](const Pipeline& pipeline) { return pipeline.model().loss_scales->all(); })
       .def(
@@ -435,33 +321,6 @@ void bind_pipeline(py::module_& module) {
           },
           py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
           py::arg("recompute_grain"), py::arg("steps"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "plan_as",
-          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
-            return runtime::plan_as(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain}, sizes,
-                                    limit_of(budget_bytes, work_factor));
-          },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
-          py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "plan_within",
-          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             const simulate::StepSizes& sizes, int64_t budget_bytes, double work_factor) {
-            return runtime::plan_within(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain},
-                                        sizes, limit_of(budget_bytes, work_factor));
-          },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"), py::arg("budget_bytes"),
-          py::arg("work_factor"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "plan_within_caps",
-          [](Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             const simulate::StepSizes& sizes) {
-            return runtime::plan_within_caps(pipeline, route, {mode, microbatches, sizes.gradient_groups, sizes.grain},
-                                             sizes);
-          },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("sizes"),
-          py::call_guard<py::gil_scoped_release>())
       .def("layer_bytes", [](const Pipeline& pipeline) { return runtime::layer_sizes(pipeline.model()); })
       .def_property(
           "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },

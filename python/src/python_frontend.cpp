@@ -67,13 +67,49 @@ void PythonFrontend::clear_error() {
   PyErr_Clear();
 }
 
-std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, const std::string& where,
-                                           int64_t limit_bytes, const std::shared_ptr<const void>& step) {
+bool PythonFrontend::is_interrupt(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    const InterpreterLock lock;
+    return PyErr_GivenExceptionMatches(raised.type, PyExc_Exception) == 0;
+  } catch (...) {
+    return false;
+  }
+}
+
+void PythonFrontend::release_values(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    const InterpreterLock lock;
+    if (raised.traceback == nullptr) return;
+    py::module_::import("traceback").attr("clear_frames")(py::handle(raised.traceback));
+  } catch (...) {
+  }
+}
+
+std::shared_ptr<void> PythonFrontend::without_collection() {
+  const InterpreterLock lock;
+  if (PyGC_Disable() == 0) return nullptr;
+  return {static_cast<void*>(nullptr), [](void*) {
+            const InterpreterLock again;
+            PyGC_Enable();
+          }};
+}
+
+std::string PythonFrontend::quoted(const std::string& text) { return "'" + text + "'"; }
+
+std::string PythonFrontend::option(const std::string& name, const std::string& value) {
+  const bool is_number = value.find_first_not_of("0123456789") == std::string::npos;
+  return (name == "microbatches" ? "num_microbatch" : name) + "=" + (is_number ? value : quoted(value));
+}
+
+std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, const std::string& lines) {
   const InterpreterLock lock;
   try {
-    const py::object raised = exception_object(error);
-    const py::object told = step ? object_of(step)(raised, where, limit_bytes)
-                                 : py::module_::import("roundpipe.memory.out_of_memory").attr("said")(raised, where);
+    const py::object told =
+        py::module_::import("roundpipe.memory.out_of_memory").attr("said")(exception_object(error), lines);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.ptr())), told.ptr());
     python_error thrown;
     thrown.persist();

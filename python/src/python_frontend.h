@@ -18,9 +18,12 @@ class PythonFrontend final : public Frontend {
   void call_over(uint64_t call) override;
   bool is_out_of_memory(const std::exception_ptr& error) override;
   void clear_error() override;
-  // `step`: a function of the exception, the description and the cap that returns another exception.
-  std::exception_ptr explain(const std::exception_ptr& error, const std::string& where, int64_t limit_bytes,
-                             const std::shared_ptr<const void>& step) override;
+  bool is_interrupt(const std::exception_ptr& error) override;
+  void release_values(const std::exception_ptr& error) override;
+  std::shared_ptr<void> without_collection() override;
+  std::string quoted(const std::string& text) override;
+  std::string option(const std::string& name, const std::string& value) override;
+  std::exception_ptr explain(const std::exception_ptr& error, const std::string& lines) override;
   bool warn(const std::string& notice) override;
   void raise(const Error& error) override;
 

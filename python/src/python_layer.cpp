@@ -100,6 +100,11 @@ class PythonLayer final : public runtime::Layer {
     return object_of(object_).attr("mode_key")().cast<uint64_t>();
   }
 
+  std::string kind() const override {
+    const InterpreterLock lock;
+    return object_of(object_).attr("kind")().cast<std::string>();
+  }
+
   std::shared_ptr<const void> attributes() const override {
     const InterpreterLock lock;
     py::object now = object_of(object_).attr("attributes")();

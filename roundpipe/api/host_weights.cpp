@@ -11,10 +11,10 @@ namespace roundpipe {
 using runtime::BlockState;
 using runtime::ModelOptimizer;
 
-HostWeights::HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named, NamedParameters buffers)
-    : pipeline_(std::move(pipeline)), named_(std::move(named)), buffers_(std::move(buffers)) {
+HostWeights::HostWeights(std::shared_ptr<ModelCore> core, NamedParameters named, NamedParameters buffers)
+    : core_(std::move(core)), named_(std::move(named)), buffers_(std::move(buffers)) {
   // Until there is a fused optimizer, a backward leaves its gradients in `.grad`, as it does without a pipeline.
-  pipeline_->gradients().set_shows_at_once(true);
+  pipeline().gradients().set_shows_at_once(true);
 }
 
 HostWeights::~HostWeights() { leave_weights(); }
@@ -22,7 +22,7 @@ HostWeights::~HostWeights() { leave_weights(); }
 HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   if (this == &other) return *this;
   leave_weights();
-  pipeline_ = std::move(other.pipeline_);
+  core_ = std::move(other.core_);
   named_ = std::move(other.named_);
   buffers_ = std::move(other.buffers_);
   optimizer_ = std::move(other.optimizer_);
@@ -32,19 +32,21 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
 }
 
 void HostWeights::leave_weights() noexcept {
-  if (!pipeline_) return;
+  if (!core_) return;
   try {
     if (is_behind_) synchronize();
   } catch (...) {
     // Work that nobody waited for has failed, or the engine has ended; then the modules keep what they have.
   }
-  pipeline_->release();
+  pipeline().release();
 }
 
-const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const {
-  require_not_moved_from(pipeline_ != nullptr, "model");
-  return pipeline_;
+ModelCore& HostWeights::core() const {
+  require_not_moved_from(core_ != nullptr, "model");
+  return *core_;
 }
+
+const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const { return core().pipeline(); }
 
 const std::shared_ptr<ModelOptimizer>& HostWeights::fused_optimizer() const {
   shared_pipeline();
@@ -94,6 +96,9 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
         "[optimizer] the model has no trainable parameter; set requires_grad of what is to be trained");
   }
   accepted();
+  OptimizerMemory memory = largest_optimizer(algorithm, hyper, moments);
+  if (nodes) memory.nodes = static_cast<int>(nodes->size());
+  core().memory().require_host("optimizer", memory, gradients_in_fp32);
   synchronize();
   std::vector<std::vector<int>> blocks;
   for (const BlockState& block : bound->model().blocks) {
@@ -107,6 +112,7 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
   auto made = std::make_shared<ModelOptimizer>(std::vector{bound}, std::vector<std::vector<std::vector<int>>>{blocks},
                                                algorithm, moments, std::move(nodes));
   made->set_groups(hyper);
+  core().memory().count(memory);
   bound->gradients().set_shows_at_once(false);
   trained_.clear();
   for (const auto& [key, group] : groups) trained_.insert(key);
@@ -139,8 +145,8 @@ void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
 }
 
 std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
-                                                          const runtime::StepOptions& options) {
-  std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options);
+                                                          const StepOptions& options, double loss_scale) {
+  std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options, loss_scale);
   is_behind_ = true;
   return run;
 }

@@ -12,6 +12,7 @@
 #include <roundpipe/api/layer_instance.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -22,7 +23,7 @@ namespace roundpipe {
 class HostWeights {
  public:
   // `named`: every parameter under every name, layer by layer; `buffers` in the same way.
-  HostWeights(std::shared_ptr<runtime::Pipeline> pipeline, NamedParameters named, NamedParameters buffers);
+  HostWeights(std::shared_ptr<ModelCore> core, NamedParameters named, NamedParameters buffers);
   HostWeights(HostWeights&&) = default;
   HostWeights& operator=(HostWeights&& other) noexcept;
   // Waits for steps of a fused optimizer, so that the user's modules are left with the newest weights.
@@ -60,22 +61,23 @@ class HostWeights {
   const NamedParameters& buffer_names() const;
 
  protected:
-  runtime::Pipeline& pipeline() const { return *shared_pipeline(); }
+  ModelCore& core() const;
+  runtime::Pipeline& pipeline() const { return *core().pipeline(); }
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
   // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
   // another one updates the model.
   void prepare_step(runtime::ModelOptimizer& optimizer, bool asynchronous);
   // Starts it. REQUIRES: prepare_step.
-  std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups,
-                                               const runtime::StepOptions& options);
+  std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
+                                               double loss_scale);
   // Throws std::invalid_argument if a fused optimizer updates the model.
   void require_plain(const char* where) const;
 
  private:
   void leave_weights() noexcept;
 
-  std::shared_ptr<runtime::Pipeline> pipeline_;  // null: moved from
+  std::shared_ptr<ModelCore> core_;  // null: moved from
   NamedParameters named_;
   NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made

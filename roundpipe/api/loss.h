@@ -10,12 +10,9 @@
 #include <roundpipe/api/layer.h>
 #include <roundpipe/api/microbatches.h>
 #include <roundpipe/runtime/call/loss_reduction.h>
+#include <roundpipe/training/layer_meter.h>
 
 namespace roundpipe {
-
-// A loss over the engine's values: outputs and label of one microbatch in, scalars out. Called on devices' threads.
-using LossFunction =
-    std::function<std::vector<at::Tensor>(const runtime::Values& outputs, const runtime::Values& label)>;
 
 namespace detail {
 

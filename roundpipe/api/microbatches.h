@@ -5,8 +5,8 @@
 #include <type_traits>
 #include <vector>
 
-#include <roundpipe/api/run_options.h>
 #include <roundpipe/api/values.h>
+#include <roundpipe/runtime/call/run_options.h>
 
 namespace roundpipe {
 

@@ -17,13 +17,12 @@
 #include <roundpipe/api/host_weights.h>
 #include <roundpipe/api/layer.h>
 #include <roundpipe/api/loss.h>
-#include <roundpipe/api/memory_prediction.h>
 #include <roundpipe/api/microbatches.h>
 #include <roundpipe/api/optimizer.h>
-#include <roundpipe/api/run_options.h>
 #include <roundpipe/api/step.h>
 #include <roundpipe/core/arithmetic.h>
-#include <roundpipe/runtime/step_memory.h>
+#include <roundpipe/runtime/call/run_options.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -40,9 +39,14 @@ struct ModelOptions {
   bool check_loss = true;
   // How the layers compute, for checkpoints; unset where they have no two forms.
   std::optional<Arithmetic> arithmetic = std::nullopt;
-  // On devices with a memory limit, the first step of a kind, and each that is larger than those before, is measured
-  // before it runs, as predict_memory does, and planned within the limit: layers keep their activations where there is
-  // room, and recompute one by one where there is little. Its loss function is called once more for that.
+  // Limits in bytes: on the host, for the model, its gradients and a fused optimizer; and for a step, on each device.
+  // Steps are planned within them, and what cannot fit is refused (BudgetExceeded) before it runs.
+  std::optional<int64_t> host_memory = std::nullopt;
+  std::optional<int64_t> device_memory = std::nullopt;
+  // Without device_memory, on devices with a limit of their own, the first step of a kind, and each that is larger than
+  // those before, is measured before it runs, as predict_memory does, and planned within the limit: layers keep their
+  // activations where there is room, and recompute one by one where there is little. Its loss function is called once
+  // more for that.
   bool measure_steps = true;
 };
 
@@ -188,14 +192,10 @@ class Model : public HostWeights {
   // Throws std::invalid_argument if modules or parameters have changed in a way that the model does not follow.
   void check_modules() const;
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
-  struct Request;
-  Request request(const char* where, detail::Batch inputs, detail::Batch labels, const RunOptions& options);
-  // The recompute grain of a step that is planned within the devices' memory.
-  // `loss`: null if the caller takes it of the outputs.
-  RecomputeGrain admit(const std::vector<runtime::Values>& inputs, const std::vector<runtime::Values>& labels,
-                       const LossFunction* loss, const RunOptions& options);
+  CallArguments arguments(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
+                          const RunOptions& options);
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                     const RunOptions& options, bool keep_outputs, bool refuses_nan_early);
+                     RunOptions options, bool keep_outputs, bool refuses_nan_early);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                            const RunOptions& options);
   std::vector<Layer> layers_;
@@ -203,10 +203,7 @@ class Model : public HostWeights {
   std::shared_ptr<torch::nn::SequentialImpl> container_;
   std::vector<std::shared_ptr<torch::nn::Module>> children_;
   RunOptions run_options_;
-  bool check_loss_;
   std::optional<Arithmetic> arithmetic_;
-  bool measure_steps_;
-  runtime::StepsWithinCap steps_within_cap_;
 };
 
 // A batch that Model::submit has started. What its loss refers to lives until finish() or Model::synchronize() is over.
@@ -220,13 +217,11 @@ class Model::Pending {
 
  private:
   friend class Model;
-  Pending(std::shared_ptr<runtime::Pipeline> pipeline, std::shared_ptr<runtime::Pipeline::Submitted> submitted,
-          c10::Device output_device)
-      : pipeline_(std::move(pipeline)), submitted_(std::move(submitted)), output_device_(output_device) {}
+  Pending(std::shared_ptr<ModelCore::Pending> batch, c10::Device output_device)
+      : batch_(std::move(batch)), output_device_(output_device) {}
 
-  runtime::Pipeline::Submitted& submitted() const;
-  std::shared_ptr<runtime::Pipeline> pipeline_;
-  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;  // null: moved from
+  ModelCore::Pending& batch() const;
+  std::shared_ptr<ModelCore::Pending> batch_;  // null: moved from
   c10::Device output_device_;
 };
 

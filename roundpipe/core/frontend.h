@@ -25,16 +25,23 @@ class ROUNDPIPE_API Frontend {
   // Called when nothing of call number `call` will run again, on the thread that drops the call last.
   virtual void call_over(uint64_t /*call*/) {}
 
-  // Whether an error of the interpreter says that a device has no memory left.
+  // Whether an error of the interpreter says that a device has no memory left; and whether it ends what the caller
+  // does, as Ctrl+C, and is no failure of it.
   virtual bool is_out_of_memory(const std::exception_ptr& /*error*/) { return false; }
+  virtual bool is_interrupt(const std::exception_ptr& /*error*/) { return false; }
+  // Drops the values that an error of the interpreter keeps: those of the frames in which it was raised.
+  virtual void release_values(const std::exception_ptr& /*error*/) {}
+  // While the result lives, the interpreter's garbage stays, since what it frees would be counted. Null: nothing to do.
+  virtual std::shared_ptr<void> without_collection() { return nullptr; }
+  // How the user's language writes a text, and an option with its value (a number or a text), in advice.
+  virtual std::string quoted(const std::string& text) { return text; }
+  virtual std::string option(const std::string& name, const std::string& value) { return name + " = " + value; }
   // Drops the references of the interpreter to this thread's last error. Called first when a job has failed, because
   // torch leaves the error in the thread's state, too.
   virtual void clear_error() {}
-  // Returns the out-of-memory error `error` in the form that the caller gets, or null for the engine's own message.
-  // `where`: one sentence; `limit_bytes`: the device's cap, 0 = none known; `step`: see Call::keep_step. Called on the
-  // caller's thread, while nothing of the model runs. May throw instead.
-  virtual std::exception_ptr explain(const std::exception_ptr& /*error*/, const std::string& /*where*/,
-                                     int64_t /*limit_bytes*/, const std::shared_ptr<const void>& /*step*/) {
+  // Returns an out-of-memory error of the interpreter with `lines` as further lines of its message, or null for one of
+  // the engine. Called on the caller's thread, while nothing of the model runs. May throw instead.
+  virtual std::exception_ptr explain(const std::exception_ptr& /*error*/, const std::string& /*lines*/) {
     return nullptr;
   }
   // Warns the user, on the caller's thread. Returns false to leave the warning to torch. May throw if warnings are

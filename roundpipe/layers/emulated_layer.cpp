@@ -63,6 +63,7 @@ class EmulatedLayer final : public Layer {
   EmulatedLayer(std::string name, EmulatedLayerOptions options)
       : name_(std::move(name)), options_(std::move(options)) {}
 
+  bool takes_memory() const override { return false; }
   std::string name() const override { return name_; }
   std::vector<memory::NamedTensor> parameters() const override {
     std::vector<memory::NamedTensor> parameters = {{"weight", options_.weight}};

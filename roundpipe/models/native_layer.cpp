@@ -60,6 +60,7 @@ class NativeLayer final : public Layer {
   std::vector<memory::NamedTensor> parameters() const override { return parts_.general->parameters(); }
   std::vector<memory::NamedTensor> buffers() const override { return parts_.general->buffers(); }
   uint64_t mode_key() const override { return parts_.general->mode_key(); }
+  std::string kind() const override { return parts_.general->kind(); }
 
   std::shared_ptr<const void> attributes() const override {
     const std::shared_ptr<const void> held = parts_.general->hold();  // one taking for both

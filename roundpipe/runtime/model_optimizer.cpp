@@ -128,7 +128,9 @@ void ModelOptimizer::make_room() {
   reap(kUnderWay - 1);
 }
 
-std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options) {
+std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options,
+                                              double loss_scale) {
+  check(options, nodes_ != nullptr);
   require_engine();
   require_callers_thread();
   make_room();
@@ -145,13 +147,13 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
     if (block->reader) block->reader->before_step();
   }
   groups_ = groups;
-  std::shared_ptr<StepRun> run = run_step(std::move(groups), options, failure);
+  std::shared_ptr<StepRun> run = run_step(std::move(groups), options, loss_scale, failure);
   if (failure) std::rethrow_exception(failure);
   return run;
 }
 
 std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> groups, const StepOptions& options,
-                                                  const std::exception_ptr& failure) {
+                                                  double loss_scale, const std::exception_ptr& failure) {
   static std::atomic<uint64_t> next_number{1};
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) {
@@ -200,8 +202,8 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     step.reader = std::exchange(block->reader, nullptr);
     if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
-  const auto run =
-      std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, blocks_, nodes_, ++turn_);
+  const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, loss_scale,
+                                             blocks_, nodes_, ++turn_);
   runs_.push_back(run);
   run->start();
   return run;

@@ -27,11 +27,13 @@ class ModelOptimizer {
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                  optim::MomentFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
 
-  // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group. At most
+  // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group, and
+  // `loss_scale` is that of the losses, see StepRun: `options.scaler` is not looked at. At most
   // two steps are in progress, so it may wait for one unless make_room() has. Throws the error of an earlier step or
   // call, or std::invalid_argument if the user has written to weights that a step in progress replaces; then no step
   // has been started. With several nodes, the error of a call is thrown after a step that tells the other nodes.
-  std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options);
+  std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
+                                double loss_scale = 0);
 
   // Lets the state have what the user has written to parameters since the last step, as the next step would.
   void take_writes();
@@ -113,7 +115,7 @@ class ModelOptimizer {
   void restart_masters();
   void reap(size_t at_most);
   std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
-                                    const std::exception_ptr& failure);
+                                    double loss_scale, const std::exception_ptr& failure);
 
   const std::vector<std::shared_ptr<Pipeline>> pipelines_;
   const std::shared_ptr<cluster::Nodes> nodes_;

@@ -14,7 +14,6 @@
 namespace roundpipe::runtime {
 
 using schedule::Cluster;
-using schedule::Cut;
 using schedule::CutStage;
 using schedule::LayerCost;
 using schedule::LayerCosts;
@@ -264,8 +263,8 @@ int64_t ModelPlanner::room_on_host(bool overlap) const {
   return std::max<int64_t>(1, memory::room_for_values() / (overlap ? 2 : 1));
 }
 
-Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const Cut& simple,
-                        const Current* current) const {
+schedule::Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, const schedule::Cut& simple,
+                                  const Current* current) const {
   const PlanRequest& request = key.request;
   LayerCosts costs = basis.costs;
   Cluster cluster = basis.machine.cluster;
@@ -322,14 +321,14 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
     }
   };
   // The best that fits, else the best if `any`.
-  const auto chosen = [&](int64_t least_bytes, bool any) -> std::optional<Cut> {
+  const auto chosen = [&](int64_t least_bytes, bool any) -> std::optional<schedule::Cut> {
     for (size_t i = 0; i < cluster.devices.size(); ++i) {
       const int64_t share_bytes = std::max(room.share_bytes[i], least_bytes);
       cluster.devices[i].memory_bytes = room.share_bytes[i] > 0 ? std::max(times * share_bytes, single_bytes) : 0;
     }
-    std::optional<Cut> best;
+    std::optional<schedule::Cut> best;
     for (const schedule::PlanChoice& choice : searched()) {
-      Cut cut = choice.cut;
+      schedule::Cut cut = choice.cut;
       // Forward stages keep to the limit of backward stages, as their weights lie in memory beside the values of one.
       if (room.least() > 0) cut.forward = halved(cut.forward, room.held_bytes, std::max(room.least(), least_bytes));
       if (!fits_) return cut;
@@ -344,14 +343,14 @@ Cut ModelPlanner::found(const Key& key, const Basis& basis, const Room& room, co
   if (longer_.stage_bytes > 0 && request.mode == PlanMode::kFused &&
       schedule::may_keep_layers(key.devices, request.gradient_groups)) {
     options.max_fused_layers = longer_.fused_layers;
-    if (const std::optional<Cut> cut = chosen(longer_.stage_bytes, /*any=*/false)) return *cut;
+    if (const std::optional<schedule::Cut> cut = chosen(longer_.stage_bytes, /*any=*/false)) return *cut;
   }
   options.max_fused_layers =
       room.least() > 0 && request.mode == PlanMode::kFused ? simple.backward.front().layers.size() : sums.layers();
   return *chosen(0, /*any=*/true);
 }
 
-Plan ModelPlanner::recipe_of(const Key& key, const Basis& basis, const Cut& cut) {
+Plan ModelPlanner::recipe_of(const Key& key, const Basis& basis, const schedule::Cut& cut) {
   const schedule::PlannerOptions options = options_of(key.request);
   return schedule::to_recipe(cut, schedule::sums_of(basis.costs, options), key.devices, options);
 }
@@ -365,7 +364,7 @@ schedule::Placer ModelPlanner::placer_of(const Key& key, const Basis& basis, con
   return {recipe, basis.costs, cluster, rules_of(key.asynchronous)};
 }
 
-Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const {
+schedule::Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& limits, int fused_layers) const {
   schedule::PlannerOptions options = options_of(key.request);
   options.max_stage_bytes = limits.least();
   options.fused_layers = key.devices == 1 ? fused_layers : 0;
@@ -374,10 +373,10 @@ Cut ModelPlanner::simple_cut(const Key& key, const Basis& basis, const Room& lim
     held[l].weight_bytes = limits.held_bytes[l];
     held[l].gradient_bytes = held[l].saved_bytes = 0;
   }
-  Cut simple = schedule::to_cut(schedule::choose_stages(held, key.devices, options));
+  schedule::Cut simple = schedule::to_cut(schedule::choose_stages(held, key.devices, options));
   if (options.single_backward_layers) {
     const schedule::CostSums sums = schedule::sums_of(basis.costs, options);
-    Cut single = schedule::with_single_backward_layers(simple, options.mode);
+    schedule::Cut single = schedule::with_single_backward_layers(simple, options.mode);
     const bool has_room = schedule::waiting_bytes(single, sums, options.microbatches) <= room_on_host(basis.early);
     if (has_room) simple = std::move(single);
   }
@@ -394,8 +393,8 @@ schedule::Stages ModelPlanner::longest_stages(Engine& engine, const PlanRequest&
 ModelPlanner::Made ModelPlanner::make(Engine& engine, const Key& key, const Basis& basis,
                                       const Current* current) const {
   const Room limits = room(engine, basis.costs, key.devices);
-  const Cut simple = simple_cut(key, basis, limits, fused_layers_);
-  const Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
+  const schedule::Cut simple = simple_cut(key, basis, limits, fused_layers_);
+  const schedule::Cut cut = basis.measured ? found(key, basis, limits, simple, current) : simple;
   const Plan recipe = recipe_of(key, basis, cut);
   return {cut, recipe, placer_of(key, basis, recipe)};
 }
@@ -477,7 +476,7 @@ int64_t ModelPlanner::stage_limit_bytes(Engine& engine, int64_t limit_bytes) con
   return stage_share_bytes(engine, meter_.costs(), limit_bytes);
 }
 
-std::optional<Cut> ModelPlanner::cut_of(const Plan& plan) const {
+std::optional<schedule::Cut> ModelPlanner::cut_of(const Plan& plan) const {
   const auto alike = [](const schedule::Job& a, const schedule::Job& b) {
     return a.phase == b.phase && a.layers == b.layers && a.microbatches == b.microbatches && a.order == b.order;
   };

@@ -50,10 +50,10 @@ namespace {
 bool may_draw_on_cards(const Call& call, Engine& engine) {
   if (engine.device_type() == c10::kCPU || !call.options.preserve_rng_state) return false;
   if (call.loss && call.model->loss_shared_draws.possible(/*with_backward=*/true)) return true;
-  bool backward = call.options.requires_grad && call.input_gradients;
+  bool backward = call.requires_grad && call.input_gradients;
   for (size_t l = 0; l < call.model->layers.size(); ++l) {
     const std::vector<char>& trainable = call.trainable[l];
-    backward |= call.options.requires_grad && std::find(trainable.begin(), trainable.end(), 1) != trainable.end();
+    backward |= call.requires_grad && std::find(trainable.begin(), trainable.end(), 1) != trainable.end();
     if (call.habits[l]->shared_draws.possible(backward)) return true;
   }
   return false;
@@ -61,18 +61,18 @@ bool may_draw_on_cards(const Call& call, Engine& engine) {
 
 }  // namespace
 
-CallPtr Pipeline::begin_call(CallOptions options, Engine& engine) {
+CallPtr Pipeline::begin_call(RunOptions options, CallTerms terms, Engine& engine) {
   static std::atomic<uint64_t> next_id{1};
   raise_pending();
   std::vector<LayerHabitsPtr> habits = model_->habits_of_now();
   weights_.adopt_replaced();
-  auto call = std::make_shared<Call>(model_, options, next_id++, calls_, random_seed_);
+  auto call = std::make_shared<Call>(model_, std::move(options), std::move(terms), next_id++, calls_, random_seed_);
   call->habits = std::move(habits);
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model_->trainable();
   const auto every = static_cast<uint64_t>(call->options.verify_every);
-  call->verified = every > 0 && call->options.requires_grad && ++training_calls_ % every == 0;
+  call->verified = every > 0 && call->requires_grad && ++training_calls_ % every == 0;
   for (const BlockState& block : model_->blocks) call->readings.push_back(block.block->current());
   last_call_ = call;
   recent_logs_.push_back(call->log);
@@ -224,28 +224,29 @@ void Pipeline::note_plan(Call& call, const Plan& plan) {
   }
 }
 
-Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
-                                    std::shared_ptr<const void> step) {
+Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, RunOptions options, CallTerms terms) {
   take_engine();
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
-  const CallPtr call = begin_call(options, *engine);
+  options.requires_grad = options.requires_grad.value_or(at::GradMode::is_enabled());
+  std::shared_ptr<const StepNote> step = std::exchange(terms.step, nullptr);
+  const CallPtr call = begin_call(std::move(options), std::move(terms), *engine);
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors)
-      call->input_gradients |= options.requires_grad && tensor.requires_grad();
+      call->input_gradients |= call->requires_grad && tensor.requires_grad();
   }
-  const bool train = options.requires_grad &&
+  const bool train = call->requires_grad &&
                      (call->input_gradients ||
                       std::any_of(call->trainable.begin(), call->trainable.end(), [](const std::vector<char>& flags) {
                         return std::find(flags.begin(), flags.end(), 1) != flags.end();
                       }));
-  call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
+  call->keeps_caller = call->terms.keeps_caller || may_draw_on_cards(*call, *engine);
   call->keep_step(std::move(step), /*until_over=*/!train);
   if (train) call->parameter_writes = parameter_writes();
   const PlanMode mode = train ? PlanMode::kTrain : PlanMode::kInference;
   Plan plan;
   submit_or_undo(call, [&] {
-    plan = plan_call(*call, route, mode, planner_, *engine);
+    plan = plan_call(*call, mode, planner_, *engine);
     note_plan(*call, plan);
     open_boundaries(*call, plan);
     for (size_t m = 0; m < inputs.size(); ++m) {
@@ -254,7 +255,7 @@ Pipeline::Outputs Pipeline::forward(const std::vector<Values>& inputs, CallOptio
     submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, *engine);
   });
   Outputs outputs;
-  for (int m = 0; m < options.microbatches; ++m) {
+  for (int m = 0; m < call->microbatches; ++m) {
     wait_or_abort(call->values(plan.layers, m).produced, call);
     outputs.microbatches.push_back(read_outputs(*call, m));
   }
@@ -281,18 +282,18 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
 
 std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>& inputs,
                                                       const std::vector<Values>& labels, std::shared_ptr<Loss> loss,
-                                                      bool keep_outputs, CallOptions options, const Route& route,
-                                                      std::shared_ptr<const void> step) {
+                                                      bool keep_outputs, RunOptions options, CallTerms terms) {
   take_engine();
   const std::shared_ptr<Engine> engine = engine_;
   options.microbatches = static_cast<int>(inputs.size());
   options.requires_grad = true;
-  options.refuses_nan_early &= !model_->loss_scales->any();
+  std::shared_ptr<const StepNote> step = std::exchange(terms.step, nullptr);
+  terms.refuses_nan_early &= !model_->loss_scales->any();
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
   const CallPtr before = last_call_;
-  const CallPtr call = begin_call(options, *engine);
+  const CallPtr call = begin_call(std::move(options), std::move(terms), *engine);
   call->loss = std::move(loss);
   call->keep_step(std::move(step), /*until_over=*/true);
   call->keep_outputs = keep_outputs;
@@ -302,12 +303,12 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   for (const Values& values : inputs) {
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
   }
-  call->keeps_caller = options.keeps_caller || may_draw_on_cards(*call, *engine);
+  call->keeps_caller = call->terms.keeps_caller || may_draw_on_cards(*call, *engine);
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
     call->labels = std::make_shared<const std::vector<Values>>(taken_over(labels, pinned));
-    if (before != nullptr && before->options.requires_grad) planner_.note_submission(engine->fused_waits(*before));
-    const Plan plan = plan_call(*call, route, PlanMode::kFused, planner_, *engine);
+    if (before != nullptr && before->requires_grad) planner_.note_submission(engine->fused_waits(*before));
+    const Plan plan = plan_call(*call, PlanMode::kFused, planner_, *engine);
     note_plan(*call, plan);
     open_boundaries(*call, plan);
     for (size_t m = 0; m < inputs.size(); ++m) {
@@ -326,7 +327,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
 }
 
 void Pipeline::check_losses(const CallPtr& call) {
-  if (!call->options.refuses_nan || model_->loss_scales->any()) return;
+  if (!call->terms.refuses_nan || model_->loss_scales->any()) return;
   for (size_t m = 0; m < call->losses.size(); ++m) {
     for (const at::Tensor& loss : call->losses[m]) {
       if (!loss.isnan().any().item<bool>()) continue;
@@ -347,7 +348,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
   const CallPtr call = std::move(submitted.call);
   const std::vector<Values> inputs = std::move(submitted.inputs);
   TrainResult result;
-  for (int m = 0; m < call->options.microbatches; ++m) {
+  for (int m = 0; m < call->microbatches; ++m) {
     wait_or_abort(call->loss_ready[static_cast<size_t>(m)], call);
     if (!call->keep_outputs) continue;
     wait_or_abort(call->values(model_->layer_count(), m).produced, call);
@@ -361,7 +362,7 @@ Pipeline::TrainResult Pipeline::finish(Submitted& submitted) {
     // once.
     std::vector<at::Tensor> roots;
     std::vector<at::Tensor> gradients;
-    for (int m = 0; m < call->options.microbatches; ++m) {
+    for (int m = 0; m < call->microbatches; ++m) {
       const std::vector<at::Tensor>& arrived = call->gradients(0, m).tensors;
       for (size_t i = 0; i < arrived.size(); ++i) {
         if (!arrived[i].defined()) continue;
@@ -412,7 +413,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   const std::shared_ptr<Engine> engine = engine_;
   // Attempts that have been abandoned may still use what is set up anew here.
   if (call->options.fault_tolerant && engine->changes() > 0) engine->wait_idle();
-  for (int m = 0; m < call->options.microbatches; ++m) {
+  for (int m = 0; m < call->microbatches; ++m) {
     for (int boundary = 0; boundary <= plan.layers; ++boundary) {
       EventPtr& produced = call->gradients(boundary, m).produced;
       if (produced && produced->complete()) produced = call->new_event();
@@ -441,7 +442,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   });
   std::vector<std::vector<at::Tensor>> input_gradients;
   if (call->input_gradients) {
-    for (int m = 0; m < call->options.microbatches; ++m) {
+    for (int m = 0; m < call->microbatches; ++m) {
       wait_or_abort(call->gradients(0, m).produced, call);
       input_gradients.push_back(call->gradients(0, m).tensors);
     }
@@ -495,7 +496,7 @@ void put_buffers_back(const Call& call) {
     const LayerState& layer = *call.model->layers[static_cast<size_t>(l)];
     if (layer.buffers.empty()) continue;
     std::optional<Call::BufferSnapshot> before;
-    for (int m = 0; m < call.options.microbatches && !before; ++m) before = call.snapshot(l, m);
+    for (int m = 0; m < call.microbatches && !before; ++m) before = call.snapshot(l, m);
     // A snapshot that did not reach the host precedes any write to the buffers, so they are unchanged.
     if (!before || !before->produced->complete() || before->produced->error()) continue;
     for (size_t i = 0; i < layer.buffers.size(); ++i) {

@@ -37,12 +37,10 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
     std::vector<Values> microbatches;
   };
 
-  // Runs the batch forward. With options.requires_grad, outputs that depend on something trainable carry a graph whose
-  // backward runs in the pipeline. Checks for errors; blocks until the outputs are on the host, or until the call is
-  // finished if it keeps its caller (Call::keeps_caller).
-  // `step`: see Call::keep_step; may be null, here and in submit().
-  Outputs forward(const std::vector<Values>& inputs, CallOptions options, const Route& route,
-                  std::shared_ptr<const void> step = nullptr);
+  // Runs the batch, in microbatches of the options' number already, forward. With options.requires_grad, outputs that
+  // depend on something trainable carry a graph whose backward runs in the pipeline. Checks for errors; blocks until
+  // the outputs are on the host, or until the call is finished if it keeps its caller (Call::keeps_caller).
+  Outputs forward(const std::vector<Values>& inputs, RunOptions options, CallTerms terms = {});
 
   struct TrainResult {
     std::vector<std::vector<at::Tensor>> losses;  // [microbatch][as the loss returned them]
@@ -58,16 +56,17 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // Starts forward, loss and backward. Checks for errors. Does not wait for the call, unless it keeps its caller; may
   // wait for earlier calls, as GradientLedger::import does or if the pool of devices was replaced.
   std::shared_ptr<Submitted> submit(const std::vector<Values>& inputs, const std::vector<Values>& labels,
-                                    std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options,
-                                    const Route& route, std::shared_ptr<const void> step = nullptr);
+                                    std::shared_ptr<Loss> loss, bool keep_outputs, RunOptions options,
+                                    CallTerms terms = {});
   // Returns the losses of a submitted batch. Blocks until they are on the host; the backward may still run. If inputs
   // require gradients, blocks until the call is finished, then continues the backward into them. Throws the call's
   // error. Once.
   TrainResult finish(Submitted& submitted);
   // submit(), then finish().
   TrainResult forward_backward(const std::vector<Values>& inputs, const std::vector<Values>& labels,
-                               std::shared_ptr<Loss> loss, bool keep_outputs, CallOptions options, const Route& route) {
-    return finish(*submit(inputs, labels, std::move(loss), keep_outputs, options, route));
+                               std::shared_ptr<Loss> loss, bool keep_outputs, RunOptions options,
+                               CallTerms terms = {}) {
+    return finish(*submit(inputs, labels, std::move(loss), keep_outputs, std::move(options), std::move(terms)));
   }
 
   // Throws the first error of earlier calls, if any.
@@ -130,7 +129,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   void finish_backward(const CallPtr& call) override;
 
  private:
-  CallPtr begin_call(CallOptions options, Engine& engine);
+  CallPtr begin_call(RunOptions options, CallTerms terms, Engine& engine);
   void take_engine();
   // Throws std::invalid_argument if another model has the parameters by now.
   void require_parameters(const char* where) const;

@@ -36,6 +36,10 @@ int64_t smallest_cap_bytes(Engine& engine) {
   return cap;
 }
 
+void limit_memory(Engine& engine, int64_t limit_bytes) {
+  for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().limit_memory(limit_bytes);
+}
+
 simulate::DeviceRules device_rules(Engine& engine, int64_t cap_bytes) {
   int64_t most_resident_bytes = 0;
   for (int i = 0; i < engine.size() && most_resident_bytes >= 0; ++i) {

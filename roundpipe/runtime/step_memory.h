@@ -13,6 +13,8 @@ namespace roundpipe::runtime {
 
 // The memory limit of the device that has the least, in bytes; 0 = none has one.
 int64_t smallest_cap_bytes(Engine& engine);
+// Lets no device of the pool take more than so many bytes.
+void limit_memory(Engine& engine, int64_t limit_bytes);
 // What predictions of the engine's devices go by, under a cap of `cap_bytes`.
 simulate::DeviceRules device_rules(Engine& engine, int64_t cap_bytes);
 

@@ -62,8 +62,7 @@ void check_groups(const Plan& plan, const Call& call) {
       if (!trained[static_cast<size_t>(l)]) continue;
       throw std::invalid_argument(concat(
           "[plan] the job \"", to_string(job), "\" divides the trainable layer ", l,
-          " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ",
-          call.options.microbatches,
+          " within a group of gradients: gradient_groups is ", call.options.gradient_groups, " for ", call.microbatches,
           " microbatches, and devices share a trainable layer by whole groups; set the option gradient_groups to "
           "the number of groups that the plan was made for"));
     }
@@ -78,7 +77,7 @@ void check_fits(const Plan& plan, const Call& call, PlanMode mode, int first_bac
   };
   schedule::validate(plan, mode);
   require(plan.layers, call.model->layer_count(), "layers");
-  require(plan.microbatches, call.options.microbatches, "microbatches");
+  require(plan.microbatches, call.microbatches, "microbatches");
   // A plan for all devices of the pool still holds after some of them have failed: the others share their jobs.
   if (plan.devices != engine.pool_size()) require(plan.devices, engine.size(), "devices");
   if (mode != PlanMode::kInference)
@@ -99,9 +98,10 @@ schedule::PlannerOptions options_in_turn(const PlanRequest& request, Engine& eng
 
 }  // namespace
 
-Plan plan_call(const Call& call, const Route& route, PlanMode mode, ModelPlanner& planner, Engine& engine) {
+Plan plan_call(const Call& call, PlanMode mode, ModelPlanner& planner, Engine& engine) {
+  const Route& route = call.options.route;
   const bool backward = mode != PlanMode::kInference;
-  PlanRequest request{mode, call.options.microbatches, call.options.gradient_groups, call.options.recompute_grain};
+  PlanRequest request{mode, call.microbatches, call.options.gradient_groups, call.options.recompute_grain};
   request.trained = trained_layers(call.trainable);
   request.first_backward_layer = !backward || call.input_gradients ? 0 : lowest_trained(request.trained);
   if (const auto* stages = std::get_if<schedule::Stages>(&route)) {
@@ -179,7 +179,7 @@ void put_inputs(Call& call, int microbatch, const Values& inputs, bool copy, boo
       values.tensors.push_back(values.tensors[same]);
       continue;
     }
-    const bool requires_grad = call.options.requires_grad && tensor.requires_grad();
+    const bool requires_grad = call.requires_grad && tensor.requires_grad();
     const at::Tensor plain = tensor.detach();
     // Copied if `pinned`: an accelerator reads pageable memory only while this thread waits.
     values.tensors.push_back(copy || pinned || !plain.device().is_cpu()
@@ -259,7 +259,7 @@ void open_loss_turns(Call& call, const Plan& plan) {
   }
   // A device's later job waits for an earlier one of another device, never the other way round.
   std::ranges::stable_sort(fused, {}, &Job::order);
-  call.loss_turns.resize(static_cast<size_t>(call.options.microbatches));
+  call.loss_turns.resize(static_cast<size_t>(call.microbatches));
   for (const Job* job : fused) {
     for (int m = job->microbatches.first; m < job->microbatches.last; ++m) {
       if (!call.loss_order.empty()) call.loss_turns[static_cast<size_t>(m)] = call.new_event();

@@ -1,24 +1,19 @@
 #pragma once
 
 #include <memory>
-#include <variant>
 #include <vector>
 
+#include <roundpipe/runtime/call/run_options.h>
 #include <roundpipe/runtime/model_planner.h>
 
 namespace roundpipe::runtime {
 
 // Turns a call and its plan into jobs for the devices. Everything here runs on the caller's thread and never blocks.
 
-// How a call runs: as the planner chooses; in these stages, with devices in turn from where the last plan stopped; or
-// by this plan, including its devices.
-using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
-
 // Returns the plan of the call. Backward stages end at the lowest layer that needs a backward, and given ones are cut
 // into single layers if the call recomputes by layer, so that each is recomputed from its own inputs.
 // Throws std::invalid_argument for stages or a plan that does not fit the model, the batch or the pool.
-schedule::Plan plan_call(const Call& call, const Route& route, schedule::PlanMode mode, ModelPlanner& planner,
-                         Engine& engine);
+schedule::Plan plan_call(const Call& call, schedule::PlanMode mode, ModelPlanner& planner, Engine& engine);
 
 // The request with what the model knows: its trained layers, and the lowest that needs a backward.
 PlanRequest completed(const ModelState& model, PlanRequest request);

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from roundpipe import _core
 from roundpipe.call.joint_plan import RunType
-from roundpipe.call.run_config import GRAINS, RecomputeGrain, ResolvedRunConfig
+from roundpipe.call.loss_function import MicrobatchLoss
+from roundpipe.call.run_config import GRAINS, ResolvedRunConfig
 from roundpipe.layers.values import Structure
 
 Microbatch = tuple[list[torch.Tensor], Structure]
 Route = _core.Stages | _core.Plan | None
 
-MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 ACCUMULATIONS = {"layer": _core.TiedGradAccumulation.LAYER, "microbatch": _core.TiedGradAccumulation.MICROBATCH}
 
 
@@ -26,7 +26,7 @@ class CallRequest:
 
     Attributes:
         config: the call's options.
-        mode: the mode of its plan.
+        requires_grad: whether there is a backward.
         batch: the microbatches, on the host.
         route: the stages or the plan; None leaves the choice to the planner.
         changeable: whether the arguments hold objects that the caller may change.
@@ -37,7 +37,7 @@ class CallRequest:
     """
 
     config: ResolvedRunConfig
-    mode: _core.PlanMode
+    requires_grad: bool
     batch: list[Microbatch]
     route: Route
     changeable: bool
@@ -46,21 +46,31 @@ class CallRequest:
     loss_fn: Callable[[Any, Any], Any] | None = None
     return_outputs: bool = False
 
-    def without_values(self) -> CallRequest:
-        """The request without its microbatches, for what outlives the call."""
-        return replace(self, batch=[], labels=[])
+    def arguments(
+        self, loss: MicrobatchLoss | None = None, passages: Sequence[_core.Passage | None] | None = None
+    ) -> _core.CallArguments:
+        """The call's values, as the engine takes them.
 
-    def options(self, grain: RecomputeGrain) -> _core.CallOptions:
-        """The engine's options, with the recompute grain that the call's memory allows."""
-        options = _core.CallOptions()
-        options.requires_grad = self.mode != _core.PlanMode.INFERENCE
+        Args:
+            loss: of `loss_fn`; None makes one.
+            passages: of each microbatch, the one that it enters; None: none enters one.
+        """
+        if loss is None and self.loss_fn is not None:
+            loss = MicrobatchLoss(self.loss_fn)
+        entered = [None] * len(self.batch) if passages is None else passages
+        return _core.CallArguments(self.batch, self.labels, loss, self.changeable, self.savers, entered)
+
+    def options(self) -> _core.RunOptions:
+        """The engine's options."""
+        options = _core.RunOptions()
+        options.requires_grad = self.requires_grad
         options.preserve_rng_state = self.config.preserve_rng_state
-        options.keeps_caller = self.changeable
-        options.recompute_grain = GRAINS[grain]
+        options.recompute_grain = GRAINS[self.config.recompute_grain]
         options.tied_grad_accumulation = ACCUMULATIONS[self.config.tied_grad_accumulation]
         options.gradient_groups = self.config.gradient_groups
         options.fault_tolerant = self.config.fault_tolerant
         options.verify_every = self.config.verify_every
+        options.route = self.route
         return options
 
 

@@ -14,6 +14,13 @@ from roundpipe.call.execute_plan import ModelExecutePlan
 
 RecomputeGrain = Literal["stage", "layer"]
 GRAINS = {"stage": _core.RecomputeGrain.STAGE, "layer": _core.RecomputeGrain.LAYER}
+
+
+def grain_name(grain: _core.RecomputeGrain) -> RecomputeGrain:
+    """The option's value that stands for the engine's."""
+    return "layer" if grain == _core.RecomputeGrain.LAYER else "stage"
+
+
 TiedGradAccumulation = Literal["layer", "microbatch"]
 SplitInputFn = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]
 SplitInput = tuple[Any, Any] | SplitInputFn
@@ -160,17 +167,23 @@ def resolve(
     if model_config is not None:
         check(model_config, "run config of the model")
     config = layered(call_config, model_config)
+    defaults = _core.RunOptions()
+
+    def given(name: str) -> Any:
+        value = getattr(config, name)
+        return getattr(defaults, name) if value is None else value
+
     number = config.num_microbatch
     return ResolvedRunConfig(
         requires_grad=torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad,
         output_device=torch.device("cpu" if config.output_device is None else config.output_device),
-        preserve_rng_state=config.preserve_rng_state is not False,
+        preserve_rng_state=given("preserve_rng_state"),
         recompute_grain=config.recompute_grain or "stage",
         tied_grad_accumulation=config.tied_grad_accumulation or "layer",
-        gradient_groups=config.gradient_groups or 1,
-        fault_tolerant=bool(config.fault_tolerant),
-        verify_every=config.verify_every or 0,
-        num_microbatch=(chosen if number == "auto" else number) or devices + 1,
+        gradient_groups=given("gradient_groups"),
+        fault_tolerant=given("fault_tolerant"),
+        verify_every=given("verify_every"),
+        num_microbatch=(chosen if number == "auto" else number) or _core.default_microbatches(devices),
         num_microbatch_is_default=number in (None, "auto"),
         num_microbatch_is_open=number == "auto" and chosen is None,
         split_input=config.split_input,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, Protocol
 
@@ -126,14 +126,14 @@ class PythonLayer:
         """Distinct buffers by name."""
         return [*self._module.named_buffers(), *self._order]
 
-    def kind(self) -> Hashable:
+    def kind(self) -> str:
         """Equal for layers that differ only in their weights: by classes, shapes and plain attributes."""
         shapes = [(name, p.shape, p.dtype, p.requires_grad) for name, p in (*self.parameters(), *self.buffers())]
         parts = [
             (type(module), *((key, value) for key, value in vars(module).items() if _describes(key, value)))
             for module in self._modules
         ]
-        return (*shapes, *parts)
+        return str(hash((*shapes, *parts)))
 
     def mode_key(self) -> int:
         """A value that changes with the training flags of the modules inside.

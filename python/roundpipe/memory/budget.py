@@ -5,23 +5,19 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe import _core
 
-if TYPE_CHECKING:
-    from roundpipe.memory.prediction import DeviceMemory
-
 HOST_VARIABLE = "ROUNDPIPE_HOST_MEMORY"
 DEVICE_VARIABLE = "ROUNDPIPE_DEVICE_MEMORY"
 
 
-class BudgetError(ValueError):
-    """A model or a step does not fit its budget."""
+BudgetError = _core.BudgetError
 
 
 def is_unmeasured(device_memory: str | int | None) -> bool:
@@ -80,19 +76,20 @@ class HostPrediction:
     @property
     def total(self) -> int:
         """The sum of all entries, in bytes."""
-        return sum(self.rows().values())
+        return self.in_core().total
 
     def rows(self) -> dict[str, int]:
         """The entries by name."""
-        return {
-            "weights": self.weights,
-            "gradients": self.gradients,
-            "partial sums of gradients": self.partial_sums,
-            "fp32 masters": self.masters,
-            "moments": self.moments,
-            "values between stages": self.values,
-            "kept for failures": self.kept_for_failures,
-        }
+        return self.in_core().rows()
+
+    def in_core(self) -> _core.HostPrediction:
+        """The same, as the engine has it."""
+        return _core.HostPrediction(**vars(self))
+
+
+def host_prediction(found: _core.HostPrediction) -> HostPrediction:
+    """The engine's prediction in the form of this package."""
+    return HostPrediction(**{field.name: getattr(found, field.name) for field in fields(HostPrediction)})
 
 
 @dataclass(frozen=True)
@@ -124,42 +121,31 @@ class UpdateRule:
 
 ADAM = UpdateRule()
 ADAM_8BIT = UpdateRule(moments="8bit")
-# What any fused optimizer takes at least, while nobody knows which one it will be.
-LEAST = UpdateRule("sgd")
+
+Rule = UpdateRule | _core.OptimizerMemory
 
 
-@dataclass(frozen=True)
-class CoreRule:
-    """The same of an optimizer that is there, as the engine has it."""
-
-    algorithm: _core.Algorithm
-    hyper: _core.Hyperparameters
-    moments: _core.MomentFormat
-
-    def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.MomentFormat]:
-        """See `UpdateRule.in_core`."""
-        return self.algorithm, self.hyper, self.moments
-
-
-Rule = UpdateRule | CoreRule
+def _memory_of(rule: Rule) -> _core.OptimizerMemory:
+    return _core.OptimizerMemory(*rule.in_core()) if isinstance(rule, UpdateRule) else rule
 
 
 def predict_host(
     blocks: Iterable[Sequence[torch.Tensor]],
     rule: Rule,
-    values: int = 0,
     trains: bool = True,
     partial_sums: int = 0,
+    wider_gradients: int = 0,
 ) -> HostPrediction:
     """Predicts the host memory of parameters and buffers with a fused optimizer; they may be on the meta device.
 
     Args:
         blocks: parameters whose memory is one block: if any of them is trained, there are gradients for all of them.
-        values: see `HostPrediction`; the same for `partial_sums`.
         trains: False: nothing is trained, whatever `requires_grad` says.
+        partial_sums: see `HostPrediction`.
+        wider_gradients: what gradients take beyond the weights' width, in bytes.
     """
-    size = _core.predict_host(list(blocks), *rule.in_core(), trains)
-    return HostPrediction(size.weights, size.gradients, size.masters, size.moments, values, partial_sums)
+    found = _core.predict_host(list(blocks), _memory_of(rule), trains, wider_gradients, partial_sums=partial_sums)
+    return host_prediction(found)
 
 
 def predict_model(
@@ -190,42 +176,13 @@ def predict_unloaded(model: nn.Module, rule: Rule, trains: bool = True) -> HostP
     return predict_model(model, rule, getattr(model, "all_tied_weights_keys", {}), trains)
 
 
-def table(title: str, rows: dict[str, int], beside: dict[str, int]) -> str:
-    """Formats sizes one below the other, then their sum and the sizes to compare it with."""
-    entries = {name: size for name, size in rows.items() if size} | {"together": sum(rows.values())} | beside
-    width = max(map(len, entries))
-    return "\n".join([title, *(f"  {name:{width}} {_core.format_bytes(size):>12}" for name, size in entries.items())])
-
-
 def refuse_host(
-    where: str, name: str, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule = LEAST
+    where: str, name: str, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule | None = None
 ) -> None:
-    """Raises BudgetError if the model does not fit `budget` with this optimizer; the message says what would fit."""
-    wanted = predict(rule)
-    if wanted.total <= budget:
-        return
-    raise BudgetError(
-        table(f"[{where}] {name} does not fit on the host:", wanted.rows(), {"host_memory": budget})
-        + f"\nsmallest change that would fit: {_host_change(wanted, budget, predict, rule)}"
-    )
+    """Raises BudgetError if the model does not fit `budget` with this optimizer; the message says what would fit.
 
-
-def _host_change(wanted: HostPrediction, budget: int, predict: Callable[[Rule], HostPrediction], rule: Rule) -> str:
-    algorithm, _, moments = rule.in_core()
-    is_adam = algorithm in (_core.Algorithm.ADAM, _core.Algorithm.ADAMW)
-    if is_adam and moments == _core.MomentFormat.FLOAT32 and predict(ADAM_8BIT).total <= budget:
-        return 'moments="8bit" in the optimizer'
-    raised = f"host_memory={_core.format_bytes(wanted.total)!r}"
-    if rule is LEAST:
-        raised += f" (with AdamW {_core.format_bytes(predict(ADAM).total)!r})"
-    if wanted.weights + wanted.values <= budget and wanted.gradients:
-        return f"train adapters only (the frozen weights take {_core.format_bytes(wanted.weights)}), or {raised}"
-    return raised
-
-
-def refuse_device(where: str, name: str, budget: int, wanted: DeviceMemory, change: str) -> NoReturn:
-    """Raises BudgetError: a step needs more than `budget` on a device."""
-    raise BudgetError(
-        table(f"[{where}] a step of {name} does not fit on a device:", wanted.rows(), {"device_memory": budget})
-        + f"\nsmallest change that would fit: {change}"
-    )
+    Args:
+        rule: None: nobody knows which optimizer it will be; what any takes at least counts.
+    """
+    optimizer = None if rule is None else _memory_of(rule)
+    _core.require_host(where, name, budget, lambda memory: predict(memory).in_core(), optimizer)

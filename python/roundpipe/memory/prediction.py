@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 from roundpipe import _core
+from roundpipe.call.run_config import RecomputeGrain, grain_name
+from roundpipe.memory.budget import HostPrediction, host_prediction
+
+Activations = Literal["device", "host", "recompute"]
+_PLACES: dict[_core.Activations, Activations] = {
+    _core.Activations.DEVICE: "device",
+    _core.Activations.HOST: "host",
+    _core.Activations.RECOMPUTE: "recompute",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,3 +79,40 @@ def predict_devices(
 ) -> list[DeviceMemory]:
     """Predicts the peak of each device, whose limit is its entry of `cap_bytes`, as `predict_device` does."""
     return [device_memory(peak) for peak in _core.predict_devices(plans, sizes, cap_bytes)]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPrediction:
+    """The predicted memory of a model's step; `print` shows it as a table.
+
+    Attributes:
+        device: memory of the device with the highest peak.
+        host: memory of the model and its fused optimizer or, before there is one, a fused Adam with fp32 moments.
+        recompute_grain: the grain that the step uses.
+        activations: for each layer, the place of its activations between forward and backward: "device" (kept there),
+            "host" (its inputs wait on the host, and it is recomputed from them) or "recompute" (from a layer below).
+        text: all of it as a table.
+        notes: further lines, such as which layers run natively.
+    """
+
+    device: DeviceMemory
+    host: HostPrediction
+    recompute_grain: RecomputeGrain
+    activations: tuple[Activations, ...]
+    text: str
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join([self.text, *self.notes])
+
+
+def memory_prediction(found: _core.MemoryPrediction, notes: tuple[str, ...] = ()) -> MemoryPrediction:
+    """The engine's prediction in the form of this package."""
+    return MemoryPrediction(
+        dataclasses.replace(device_memory(found.device), measured=found.measured_bytes),
+        host_prediction(found.host),
+        grain_name(found.recompute_grain),
+        tuple(_PLACES[place] for place in found.activations),
+        found.text(),
+        notes,
+    )

@@ -50,7 +50,7 @@ class Pending:
     Args:
         pipeline: runs the batch.
         submitted: the engine's handle of the batch.
-        request: what was asked for; its values are dropped.
+        request: what was asked for; its values are not kept.
         loss: computes the losses.
         count: has told the other nodes of the batch; None if there are none.
     """
@@ -58,14 +58,14 @@ class Pending:
     def __init__(
         self,
         pipeline: _core.Pipeline,
-        submitted: _core.Submitted,
+        submitted: _core.PendingCall,
         request: CallRequest,
         loss: MicrobatchLoss,
         count: CallCount | None,
     ) -> None:
         self._pipeline = pipeline
         self._submitted = submitted
-        self._request = request.without_values()
+        self._config, self._returns_outputs = request.config, request.return_outputs
         self._loss = loss
         self._count = count
 
@@ -80,19 +80,13 @@ class Pending:
             return self._finish()
 
     def _finish(self) -> Any:
-        with torch.inference_mode(False), torch.enable_grad():
-            result = self._pipeline.finish(self._submitted)
-        losses = result.losses
+        result = self._submitted.finish()
         print_times(self._pipeline)
-        with torch.no_grad():
-            totals = [sum(values[1:], values[0]) for values in zip(*losses, strict=True)]
-            if self._count is not None and self._count.loss_factor != 1.0:
-                totals = [total * self._count.loss_factor for total in totals]
-        if self._pipeline.exposes_gradients:
-            self._pipeline.drain()
-            self._pipeline.expose()
-        value = totals[0] if self._loss.is_single else totals
-        return (value, merged(result.outputs, self._request.config)) if self._request.return_outputs else value
+        losses = result.losses
+        if self._count is not None and self._count.loss_factor != 1.0:
+            losses = [loss * self._count.loss_factor for loss in losses]
+        value = losses[0] if self._loss.is_single else losses
+        return (value, merged(result.outputs, self._config)) if self._returns_outputs else value
 
     def timeline(self) -> Timeline:
         """What the devices have done for this batch, and when; see `RoundPipe.timeline`.

@@ -17,7 +17,7 @@ from roundpipe import _core
 from roundpipe.call.execute_plan import ModelExecutePlan, plan_of
 from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
-from roundpipe.call.request import MODES, CallRequest
+from roundpipe.call.request import CallRequest
 from roundpipe.call.run_config import RoundPipeRunConfig, copied, resolve
 from roundpipe.device.pool import devices
 from roundpipe.distributed.loss_counts import CallCount
@@ -32,8 +32,7 @@ from roundpipe.memory.budget import (
     predict_model,
     refuse_host,
 )
-from roundpipe.memory.out_of_memory import StepNote
-from roundpipe.memory.step import MemoryPrediction, StepMemory
+from roundpipe.memory.prediction import MemoryPrediction, memory_prediction
 from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
 from roundpipe.model.pending import Pending, merged
 from roundpipe.model.preparation import Preparation, StepArguments
@@ -47,6 +46,9 @@ from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
+
+
+_MODES = {"infer": _core.PlanMode.INFERENCE, "train": _core.PlanMode.TRAIN, "fused": _core.PlanMode.FUSED}
 
 
 class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
@@ -97,7 +99,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
     _host_budget: int | None
     _device_budget: int | None
     _measures: bool
-    _memory: StepMemory
+    _model_core: _core.ModelCore
 
     def __init__(
         self,
@@ -171,8 +173,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
-        own["_memory"] = StepMemory(
-            self._name, own["_pipeline"], layers, self._host_budget, self._device_budget, self._measures
+        own["_model_core"] = _core.ModelCore(
+            own["_pipeline"], self._host_budget, self._device_budget, self._measures, self._check_loss
         )
 
     # -- the original model shows through ---------------------------------------------------------------------------
@@ -314,9 +316,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 modes.enter_context(torch.inference_mode(False))
                 modes.enter_context(torch.no_grad())
             modes.enter_context(torch.set_grad_enabled(requires_grad))
-            options = request.options(self._memory.admit(request))
-            passages, note = self._native.enter(request.batch), StepNote(self._memory, request)
-            parts = self._pipeline.forward(request.batch, options, request.route, note, passages)
+            arguments = request.arguments(passages=self._native.enter(request.batch))
+            parts = self._model_core.forward(arguments, request.options())
             for _, structure in parts:
                 structure.check_open("forward")
             print_times(self._pipeline)
@@ -418,10 +419,14 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         def with_number(count: int) -> CallRequest:
             return made(preparation.with_microbatches(count))
 
+        def fits(count: int) -> bool:
+            request = with_number(count)
+            return self._model_core.fits(request.arguments(), request.options())
+
         most = len(with_number(preparation.MOST_MICROBATCHES).batch)
         with torch.inference_mode(False), torch.enable_grad():
             groups = preparation.config.gradient_groups
-            chosen = choose(self._pipeline, most, groups, lambda count: self._memory.fits(with_number(count)))
+            chosen = choose(self._pipeline, most, groups, fits)
         print(f'[RoundPipe] num_microbatch="auto" of {self._name} is {chosen.count} ({chosen.reason})', file=sys.stderr)
         self.auto_microbatches = chosen.count
         return with_number(chosen.count)
@@ -439,15 +444,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             request = self._prepare_step(dataclasses.replace(given, count=count))
             assert request.loss_fn is not None
             loss = MicrobatchLoss(request.loss_fn)
-            with torch.inference_mode(False), torch.enable_grad():
-                options = request.options(self._memory.admit(request))
-                options.refuses_nan = self._check_loss
-                options.refuses_nan_early = self._check_loss and refuses_nan_early
-                note = StepNote(self._memory, request)
-                passages = self._native.enter(request.batch)
-                submitted = self._pipeline.submit(
-                    request.batch, request.labels, loss, request.return_outputs, options, request.route, note, passages
-                )
+            arguments = request.arguments(loss, self._native.enter(request.batch))
+            submitted = self._model_core.submit(arguments, request.options(), request.return_outputs, refuses_nan_early)
         return Pending(self._pipeline, submitted, request, loss, count)
 
     def predict_memory(
@@ -470,20 +468,18 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         given = StepArguments("predict_memory", input_args, input_kwargs, label, loss_fn, False, run_config)
         request = self._prepare_step(given)
         self._step_group.show_weights()  # layers may look at values; this settles no step
-        with torch.inference_mode(False), torch.enable_grad():
-            predicted = self._memory.predict(request)
-        if self._language_model is None:
-            return predicted
-        return dataclasses.replace(predicted, notes=(f"layers: {self._native}",))
+        predicted = self._model_core.predict_memory(request.arguments(), request.options())
+        return memory_prediction(predicted, () if self._language_model is None else (f"layers: {self._native}",))
 
     def memory_prediction(self) -> MemoryPrediction | None:
         """Returns the prediction that planned the last kind of step, with the peak measured since; None before the
         first step, or without `device_memory`."""
-        return self._memory.last()
+        last = self._model_core.last_prediction()
+        return None if last is None else memory_prediction(last)
 
     def _searched_plan(self, run_type: RunType) -> ModelExecutePlan:
         """The planner's plan for a call with the model's own number of microbatches."""
         chosen = self._auto_microbatches
         microbatches = resolve(None, self._run_config, devices=len(devices()), chosen=chosen).num_microbatch
-        stages = self._pipeline.planned_stages(MODES[run_type], microbatches)
+        stages = self._pipeline.planned_stages(_MODES[run_type], microbatches)
         return plan_of(*([range(s.first, s.last) for s in cut] for cut in (stages.forward, stages.backward)))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from roundpipe.call.joint_plan import RunType
 from roundpipe.call.loss_function import ScaledOutputs, is_own_loss
-from roundpipe.call.request import MODES, CallRequest, Microbatch, route_of
+from roundpipe.call.request import CallRequest, Microbatch, route_of
 from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
@@ -70,7 +70,7 @@ class Preparation:
         config = adding_losses(self.config) if adds else self.config
         run_type: RunType = "train" if config.requires_grad else "infer"
         route = route_of(config, run_type, self.layers)
-        return CallRequest(config, MODES[run_type], batch, route, changeable, self._savers())
+        return CallRequest(config, config.requires_grad, batch, route, changeable, self._savers())
 
     def step(self, given: StepArguments) -> CallRequest:
         """The request of one `forward_backward`."""
@@ -95,7 +95,7 @@ class Preparation:
         route = route_of(config, "fused", self.layers)
         changeable = changeable or changeable_label
         return CallRequest(
-            config, MODES["fused"], batch, route, changeable, self._savers(), labels, loss_fn, given.return_outputs
+            config, True, batch, route, changeable, self._savers(), labels, loss_fn, given.return_outputs
         )
 
     def _savers(self) -> tuple[str, ...]:

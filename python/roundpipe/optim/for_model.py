@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections import defaultdict
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from roundpipe import _core
-from roundpipe.memory.budget import CoreRule, HostPrediction, Rule, predict_host, refuse_host
+from roundpipe.memory.budget import HostPrediction, Rule, predict_host, refuse_host
 from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
 from roundpipe.model.published_attributes import source_of_names
@@ -113,17 +112,15 @@ class ForModel(BoundOptimizer):
             wider = sum(2 * parameter.numel() for parameter in narrow)
 
         def predict(rule: Rule) -> HostPrediction:
-            found = predict_host(blocks, rule)
-            return dataclasses.replace(found, gradients=found.gradients + wider)
+            return predict_host(blocks, rule, wider_gradients=wider)
 
-        rules = [CoreRule(self.algorithm, hyper, self.core_format) for hyper in self.core_groups()]
-        most = max(rules, key=lambda rule: predict(rule).moments)
+        most = _core.largest_optimizer(self.algorithm, self.core_groups(), self.core_format)
         pipes = [pipe for _, pipe in models.pipes()]
         budgets = [pipe._host_budget for pipe in pipes if pipe._host_budget is not None]
         if budgets:
             refuse_host("optim", f"the model with {type(self).__name__}", min(budgets), predict, most)
         for pipe in pipes:
-            pipe._memory.take_rule(most)
+            pipe._model_core.count_optimizer(most)
 
     def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
         """The current hyperparameters of each parameter in the groups."""

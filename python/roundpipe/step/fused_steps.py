@@ -101,7 +101,7 @@ class FusedSteps(StepGroup):
         _core.require_engine()
         if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
             refuse_optimizer(optimizer)
-        _core.check_max_norm(max_grad_norm)
+        step_options = _core.StepOptions(is_async, max_grad_norm)
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
@@ -118,12 +118,11 @@ class FusedSteps(StepGroup):
             pipelines = self.models.all_pipelines()
             scale = scaler._hand_over(self, pipelines, several_nodes=self.joint is not None)
             scales, loss_scale = StepScales({scaler: scale}, self, pipelines), float(scale)
-        factor = 1.0
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
-            factor = self.joint.step(options, optimizer, shows_weights=not self._hides_weights)
+            step_options.gradient_factor = self.joint.step(options, optimizer, shows_weights=not self._hides_weights)
         with uninterrupted():
-            run = core.step(groups, is_async, max_grad_norm or 0.0, loss_scale, gradient_factor=factor)
+            run = core.step(groups, step_options, loss_scale)
             self._hides_weights = True
             if host is not None:
                 host.show_weights()

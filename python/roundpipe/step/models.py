@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import nn
 
 from roundpipe import _core
-
-if TYPE_CHECKING:
-    from roundpipe.memory.step import StepMemory
 
 
 class PipedModel(Protocol):
@@ -19,7 +16,7 @@ class PipedModel(Protocol):
 
     _pipeline: _core.Pipeline
     _host_budget: int | None
-    _memory: StepMemory
+    _model_core: _core.ModelCore
 
     def _all_named_parameters(self) -> Iterable[tuple[str, nn.Parameter]]:
         """Every parameter under every name that counts."""

@@ -29,14 +29,17 @@ void AutocastState::apply() const {
   at::autocast::set_autocast_cache_enabled(false);
 }
 
-Call::Call(std::shared_ptr<ModelState> call_model, CallOptions call_options, uint64_t call_id, uint64_t call_index,
-           uint64_t seed)
+Call::Call(std::shared_ptr<ModelState> call_model, RunOptions call_options, CallTerms call_terms, uint64_t call_id,
+           uint64_t call_index, uint64_t seed)
     : model(std::move(call_model)),
-      options(call_options),
+      options(std::move(call_options)),
+      terms(std::move(call_terms)),
+      microbatches(options.microbatches.value_or(1)),
+      requires_grad(options.requires_grad.value_or(true)),
       id(call_id),
       index(call_index),
       base_seed(seed),
-      values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(options.microbatches)),
+      values_(static_cast<size_t>(model->layer_count() + 1) * static_cast<size_t>(microbatches)),
       gradients_(values_.size()),
       finished_(device::fired_event()) {
   const std::shared_ptr<const void> held = model->hold();
@@ -98,7 +101,7 @@ void Call::add_jobs(int count) {
 
 void Call::job_over() {
   EventPtr finished;
-  std::shared_ptr<const void> step;  // dropped after the lock is released: it belongs to the interpreter
+  std::shared_ptr<const StepNote> step;  // dropped after the lock is released: it belongs to the interpreter
   {
     const MutexLock lock(mutex_);
     if (--jobs_left_ == 0) {
@@ -126,7 +129,7 @@ void Call::let_losses_go_on(bool is_open, int microbatch) {
   }
 }
 
-void Call::keep_step(std::shared_ptr<const void> step, bool until_over) {
+void Call::keep_step(std::shared_ptr<const StepNote> step, bool until_over) {
   const MutexLock lock(mutex_);
   step_.swap(step);
   step_until_over_ = until_over;

@@ -10,12 +10,12 @@
 
 #include <ATen/ThreadLocalState.h>
 
-#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event_list.h>
 #include <roundpipe/memory/host_value.h>
 #include <roundpipe/runtime/call/block_sum.h>
 #include <roundpipe/runtime/call/execution_log.h>
+#include <roundpipe/runtime/call/run_options.h>
 #include <roundpipe/runtime/model/layer.h>
 #include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
@@ -41,21 +41,8 @@ struct BoundaryGradients {
   device::EventPtr produced;
 };
 
-using roundpipe::RecomputeGrain;
-
-// The order in which gradients of a parameter that several layers share are added.
-enum class TiedGradAccumulation {
-  kLayer,       // over each layer's microbatches first, then over the layers (see BlockSum)
-  kMicrobatch,  // over each microbatch's layers first, then over the microbatches (see memory::TiedSum)
-};
-
-struct CallOptions {
-  int microbatches = 1;
-  bool requires_grad = true;
-  bool preserve_rng_state = true;
-  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
-  TiedGradAccumulation tied_grad_accumulation = TiedGradAccumulation::kLayer;
-  int gradient_groups = 1;
+// What a front end asks of a call beside the user's options.
+struct CallTerms {
   // A NaN loss is an error, unless a scaler of losses belongs to the model. It is found when the caller takes the
   // losses or, with `early`, on the device, before its gradients are used; there, a loss that was scaled is none,
   // either.
@@ -63,11 +50,8 @@ struct CallOptions {
   bool refuses_nan_early = false;
   // The call reads something that the caller may change, so it returns only after the last read.
   bool keeps_caller = false;
-  // If a device fails, its jobs run again on others, with the same bits; what they need for that stays on the host.
-  bool fault_tolerant = false;
-  // One job of every so many calls that require gradients runs on another device, too, which must give the same bits;
-  // 0: none does. See JobCheck.
-  int verify_every = 0;
+  // See Call::keep_step; may be null. A call's own terms have none.
+  std::shared_ptr<const StepNote> step = nullptr;
 };
 
 // The caller's autocast settings, to be applied on workers.
@@ -89,7 +73,9 @@ struct AutocastState {
 // Thread safety: methods from any thread; members are grouped by who may touch them.
 class Call : public std::enable_shared_from_this<Call> {
  public:
-  Call(std::shared_ptr<ModelState> model, CallOptions options, uint64_t id, uint64_t index, uint64_t base_seed);
+  // `options.microbatches` and `options.requires_grad` are those of the call itself; unset: 1, and true.
+  Call(std::shared_ptr<ModelState> model, RunOptions options, CallTerms terms, uint64_t id, uint64_t index,
+       uint64_t base_seed);
   // Tells the frontend that the call is over.
   ~Call();
 
@@ -113,7 +99,7 @@ class Call : public std::enable_shared_from_this<Call> {
   std::shared_ptr<void> hold();
 
   // How gradients are summed over the microbatches.
-  schedule::GradientGroups groups() const { return {options.microbatches, options.gradient_groups}; }
+  schedule::GradientGroups groups() const { return {microbatches, options.gradient_groups}; }
 
   BoundaryValues& values(int layer, int microbatch) { return values_[at(layer, microbatch)]; }
   BoundaryGradients& gradients(int layer, int microbatch) { return gradients_[at(layer, microbatch)]; }
@@ -125,7 +111,10 @@ class Call : public std::enable_shared_from_this<Call> {
   const std::shared_ptr<ExecutionLog> log = std::make_shared<ExecutionLog>();
 
   const std::shared_ptr<ModelState> model;
-  const CallOptions options;
+  const RunOptions options;
+  const CallTerms terms;
+  const int microbatches;
+  const bool requires_grad;
   const uint64_t id;     // unique in the process
   const uint64_t index;  // among this model's calls; keys the random state
   const uint64_t base_seed;
@@ -189,21 +178,21 @@ class Call : public std::enable_shared_from_this<Call> {
     return layer_seed(base_seed, model->name, index, microbatch, layer);
   }
 
-  // `step`: passed to Frontend::explain if a device runs out of memory. It may refer back to an object that holds this
-  // call. So with `until_over` it is dropped when the last job is over, unless a device has run out of memory.
-  void keep_step(std::shared_ptr<const void> step, bool until_over);
+  // `step`: explains an error of a device that runs out of memory. It may refer back to an object that holds this call.
+  // So with `until_over` it is dropped when the last job is over, unless a device has run out of memory.
+  void keep_step(std::shared_ptr<const StepNote> step, bool until_over);
   // Records that a device has run out of memory; call it before fail(). Only the first record counts.
   void ran_out(FullDevice full);
   // Returns the argument of ran_out() and the step, and clears them; empty if there is none.
   struct Lack {
     FullDevice full;
-    std::shared_ptr<const void> step;
+    std::shared_ptr<const StepNote> step;
   };
   std::optional<Lack> take_lack();
 
  private:
   size_t at(int layer, int microbatch) const {
-    return static_cast<size_t>(layer) * static_cast<size_t>(options.microbatches) + static_cast<size_t>(microbatch);
+    return static_cast<size_t>(layer) * static_cast<size_t>(microbatches) + static_cast<size_t>(microbatch);
   }
 
   std::vector<BoundaryValues> values_;
@@ -216,7 +205,7 @@ class Call : public std::enable_shared_from_this<Call> {
   int jobs_left_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
   device::EventPtr finished_ ROUNDPIPE_GUARDED_BY(mutex_);
   std::map<std::pair<int, int>, BufferSnapshot> snapshots_ ROUNDPIPE_GUARDED_BY(mutex_);
-  std::shared_ptr<const void> step_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::shared_ptr<const StepNote> step_ ROUNDPIPE_GUARDED_BY(mutex_);
   bool step_until_over_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   std::optional<FullDevice> full_ ROUNDPIPE_GUARDED_BY(mutex_);
 };

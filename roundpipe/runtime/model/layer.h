@@ -73,6 +73,11 @@ class ROUNDPIPE_API Layer {
   virtual std::shared_ptr<const void> attributes() const { return nullptr; }
   // How long an update of the layer's parameters is pretended to take; 0 = they are really updated.
   virtual double emulated_update_ms() const { return 0; }
+  // Equal for layers of one model that differ only in their weights, so that one tells what memory each takes; empty:
+  // nobody knows.
+  virtual std::string kind() const { return {}; }
+  // False for a layer that only takes time.
+  virtual bool takes_memory() const { return true; }
   // Whether a forward is known to leave the parameters as they are, so that nobody has to look (see ParameterWatch).
   virtual bool leaves_parameters() const { return false; }
   virtual std::unique_ptr<LayerShell> make_shell(c10::Device device) = 0;

@@ -36,14 +36,18 @@ std::string describe(const FullDevice& full) {
 }
 
 std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& full,
-                             const std::shared_ptr<const void>& step) {
-  if (std::exception_ptr told = frontend().explain(error, describe(full), full.limit_bytes, step)) return told;
+                             const std::shared_ptr<const StepNote>& step) {
+  frontend().release_values(error);
+  std::string lines = describe(full);
+  if (const std::string told = step ? step->explain(full.limit_bytes) : std::string(); !told.empty())
+    lines += "\n" + told;
+  if (std::exception_ptr told = frontend().explain(error, lines)) return told;
   try {
     std::rethrow_exception(error);
   } catch (const c10::OutOfMemoryError& raised) {
     // A copy: other threads may be reading the call's own error.
     c10::OutOfMemoryError told = raised;
-    told.add_context(describe(full));
+    told.add_context(lines);
     return std::make_exception_ptr(told);
   } catch (...) {
     return error;

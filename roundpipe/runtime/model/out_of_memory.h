@@ -24,16 +24,25 @@ struct FullDevice {
 // Describes all of it in one sentence.
 std::string describe(const FullDevice& full);
 
+// A step that a device may have no memory for.
+class StepNote {
+ public:
+  virtual ~StepNote() = default;
+  // What it takes, and what would fit, in lines for the error; empty if nothing is known. `cap_bytes`: of the device;
+  // 0: unknown. Called on the caller's thread, while nothing of the model runs.
+  virtual std::string explain(int64_t cap_bytes) const = 0;
+};
+
 // Runs `body`. An error of the engine is converted to the interpreter's form, if there is one.
 void with_raised_errors(const std::function<void()>& body);
 
 // Whether `error` says that a device is out of memory: c10::OutOfMemoryError, or an error that the frontend recognizes.
 bool is_out_of_memory(const std::exception_ptr& error);
 
-// Returns `error` as the frontend explains it. If it does not: a c10::OutOfMemoryError with `full` described in it, or
-// any other error unchanged.
+// Returns `error` with `full` described in it and what `step`, if there is one, says of it, if it says that a device is
+// out of memory; any other error unchanged.
 std::exception_ptr explained(const std::exception_ptr& error, const FullDevice& full,
-                             const std::shared_ptr<const void>& step);
+                             const std::shared_ptr<const StepNote>& step);
 
 // Warns the user, through the frontend or with torch's warnings.
 void warn_user(const std::string& notice);

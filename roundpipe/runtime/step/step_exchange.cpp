@@ -31,7 +31,7 @@ void StepRun::exchange(BlockStep& step) {
     device::wait_unless_lost(*step.gradients->landed);
     const cluster::Exchanged exchanged = cluster::exchange_gradients(
         *nodes_, turn_of(step, "the gradients"), *step.gradients, step.block->gradient_layout, *step.shards,
-        static_cast<float>(options_.gradient_factor), *step.block->gradient_buffers);
+        static_cast<float>(gradient_factor_), *step.block->gradient_buffers);
     if (failed_nodes_.empty()) failed_nodes_ = exchanged.failed;
     step.abandoned = !failed_nodes_.empty();
     if (exchanged.sums) step.gradients = exchanged.sums;

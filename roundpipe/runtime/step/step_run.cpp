@@ -17,28 +17,25 @@ namespace roundpipe::runtime {
 using device::EventPtr;
 using optim::ThreadPool;
 
-void check_max_norm(const std::optional<double>& norm) {
-  if (!norm || *norm > 0) return;
-  throw std::invalid_argument(concat("[step] max_grad_norm is ", *norm, ", expected a positive number or none"));
-}
-
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
-                 const StepOptions& options, std::shared_ptr<void> owner, std::shared_ptr<cluster::Nodes> nodes,
-                 uint64_t turn)
+                 const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
+                 std::shared_ptr<cluster::Nodes> nodes, uint64_t turn)
     : number_(number),
       blocks_(std::move(blocks)),
       groups_(std::move(groups)),
-      options_(options),
+      max_norm_(options.max_grad_norm.value_or(0)),
+      loss_scale_(loss_scale),
+      gradient_factor_(options.gradient_factor.value_or(nodes ? 1.0 / nodes->size() : 1.0)),
       owner_(std::move(owner)),
       nodes_(std::move(nodes)),
       turn_(turn),
       norm_(std::numeric_limits<double>::quiet_NaN()) {
-  if (options_.loss_scale > 0) scaling_.inverse_scale = static_cast<float>(1.0 / options_.loss_scale);
+  if (loss_scale_ > 0) scaling_.inverse_scale = static_cast<float>(1.0 / loss_scale_);
 }
 
 void StepRun::start() noexcept {
   to_update_ = to_measure_ = blocks_.size();
-  const bool look_first = options_.max_norm > 0 || options_.loss_scale > 0;
+  const bool look_first = max_norm_ > 0 || loss_scale_ > 0;
   try {
     prepare(look_first);
     if (nodes_) start_exchange(look_first);
@@ -142,10 +139,10 @@ void StepRun::decide() {
   for (const BlockStep& step : blocks_) squares += step.squares.empty() ? 0 : step.optimizer->total(step.squares);
   const auto norm = static_cast<float>(std::sqrt(squares));
   if (!gradients_failed_) norm_ = norm;
-  overflowed_ = options_.loss_scale > 0 && !std::isfinite(norm_);
-  if (options_.max_norm > 0) {
+  overflowed_ = loss_scale_ > 0 && !std::isfinite(norm_);
+  if (max_norm_ > 0) {
     // As torch.nn.utils.clip_grad_norm_ computes it, in fp32.
-    const float factor = 1.0F / (norm + 1e-6F) * static_cast<float>(options_.max_norm);
+    const float factor = 1.0F / (norm + 1e-6F) * static_cast<float>(max_norm_);
     scaling_.clip = factor > 1.0F ? 1.0F : factor;
   }
   decided_->fire();

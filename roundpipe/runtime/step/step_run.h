@@ -9,24 +9,10 @@
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/runtime/step/state_reader.h>
+#include <roundpipe/runtime/step/step_options.h>
 #include <roundpipe/runtime/step/update_thread.h>
 
 namespace roundpipe::runtime {
-
-struct StepOptions {
-  bool asynchronous = true;
-  // Gradients whose norm over the whole model is larger are scaled down to it; not positive: they are used as they are.
-  double max_norm = 0;
-  // The factor by which the losses were multiplied; if a gradient is then inf or NaN, the whole step changes nothing.
-  // 0: losses were not scaled, and gradients are not checked.
-  double loss_scale = 0;
-  // With several nodes: the factor of the sums over all nodes' gradients.
-  double gradient_factor = 1;
-};
-
-// Throws std::invalid_argument unless gradients can be scaled down to `norm`: a positive number, infinity included; no
-// number stands for no limit.
-void check_max_norm(const std::optional<double>& norm);
 
 // One block in one step.
 struct BlockStep {
@@ -75,11 +61,13 @@ struct BlockStep {
 // Thread safety: start() once; waiting and reading from any thread.
 class StepRun : public std::enable_shared_from_this<StepRun> {
  public:
-  // `number`: greater than those of earlier steps. `owner` keeps the blocks and their optimizers alive. `nodes`: null:
+  // `number`: greater than those of earlier steps. `loss_scale`: the factor by which the losses were multiplied; if a
+  // gradient is then inf or NaN, the whole step changes nothing. 0: losses were not scaled, and gradients are not
+  // checked. `owner` keeps the blocks and their optimizers alive. `nodes`: null:
   // there is one node. `turn`: the number of the step of this optimizer, from 1.
   StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
-          const StepOptions& options, std::shared_ptr<void> owner, std::shared_ptr<cluster::Nodes> nodes = nullptr,
-          uint64_t turn = 0);
+          const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
+          std::shared_ptr<cluster::Nodes> nodes = nullptr, uint64_t turn = 0);
 
   // Never throws: an error that keeps the step from starting fails it.
   void start() noexcept;
@@ -127,7 +115,9 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   const uint64_t number_;
   std::vector<BlockStep> blocks_;
   const std::vector<optim::Hyperparameters> groups_;
-  const StepOptions options_;
+  const double max_norm_;  // 0: none
+  const double loss_scale_;
+  const double gradient_factor_;
   std::shared_ptr<void> owner_;
   const std::shared_ptr<cluster::Nodes> nodes_;
   const uint64_t turn_;

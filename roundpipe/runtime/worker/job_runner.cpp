@@ -42,7 +42,7 @@ FullDevice JobRunner::full_device(const JobRun& run) const {
                    ? concat(doing_.what, " of layer ", layers.first, " (", run.layer(layers.first).layer->name(), ")")
                    : concat(doing_.what, " of layers ", layers.first, " to ", layers.last - 1);
   full.microbatch = microbatch_;
-  full.microbatches = run.call->options.microbatches;
+  full.microbatches = run.call->microbatches;
   full.tried = tried_;
   return full;
 }
@@ -139,7 +139,7 @@ bool JobRunner::prepare_again(JobRun& run, int microbatch, Frugality& frugality)
     const LayerState& layer = run.layer(l);
     if (layer.buffers.empty() || run.habits(l).writes_buffers.load() != Learned::kYes) continue;
     // An inference keeps buffer snapshots of a job's first microbatch only.
-    if (!run.call->options.requires_grad && microbatch != run.job.microbatches.first) {
+    if (!run.call->requires_grad && microbatch != run.job.microbatches.first) {
       tried_ = "it could not run again in less memory, since it had changed buffers of which nobody keeps a copy";
       return false;
     }

@@ -74,7 +74,7 @@ void LayerRunner::bind(JobRun& run) {
       const auto resident = run.residents.find(block);
       leaf.set_data(resident != run.residents.end() ? layout.view(resident->second.weights, index)
                                                     : layout.view(run.weights, index, place.blocks_at[position]));
-      leaf.set_requires_grad(call.options.requires_grad && call.trainable[number][i] != 0);
+      leaf.set_requires_grad(call.requires_grad && call.trainable[number][i] != 0);
     }
     for (size_t i = 0; i < state.buffers.size(); ++i) {
       layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));
@@ -149,7 +149,7 @@ Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microb
   if (!watches_[run.place(l)]) await_weights(run, l);
   hold(run, l);
   const bool has_buffers = !state.buffers.empty();
-  const bool gradients = call.options.requires_grad;
+  const bool gradients = call.requires_grad;
   // Snapshots serve three purposes: a backward needs one per microbatch, a failed call the one before its first
   // microbatch, and a layer that runs out of memory the one before the layer.
   const bool keep_before = gradients || microbatch == run.job.microbatches.first;
@@ -359,7 +359,7 @@ std::vector<char> LayerRunner::copies_for(const JobRun& run, int l, const std::v
 }
 
 Flow LayerRunner::run_detached(JobRun& run, int l, const Flow& inputs, int microbatch, bool recompute, bool protect) {
-  const bool gradients = run.call->options.requires_grad;
+  const bool gradients = run.call->requires_grad;
   const std::vector<char> to_copy =
       protect ? std::vector<char>(inputs.tensors.size(), 1) : shared_places(inputs.tensors, run.weights);
   torch_compat::Boundary boundary;

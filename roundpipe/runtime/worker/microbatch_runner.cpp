@@ -239,7 +239,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   } else {
     body();
   }
-  if (call.options.refuses_nan_early && !LossScale::Scope::take_scaled()) {
+  if (call.terms.refuses_nan_early && !LossScale::Scope::take_scaled()) {
     for (const at::Tensor& loss : losses) {
       if (loss.isnan().any().item<bool>()) throw Error(nan_loss(""));
     }

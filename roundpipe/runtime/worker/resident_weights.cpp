@@ -30,7 +30,7 @@ bool is_known(const Call& call) {
 // Whether a microbatch can run again, as JobRunner does when memory is short.
 bool runs_again(const Call& call) {
   return std::ranges::none_of(call.habits, [&](const auto& habits) {
-    const bool changes_buffers = habits->writes_buffers.load() == Learned::kYes && !call.options.requires_grad;
+    const bool changes_buffers = habits->writes_buffers.load() == Learned::kYes && !call.requires_grad;
     return changes_buffers || habits->gradients_in_parts.load();
   });
 }

@@ -149,7 +149,7 @@ Flow Staging::take(JobRun& run, int microbatch) {
   flow.tensors = take(inputs);
   flow.structure = inputs.structure;
   for (const HostValuePtr& value : inputs.host) {
-    flow.requires_grad.push_back(run.call->options.requires_grad && value->requires_grad);
+    flow.requires_grad.push_back(run.call->requires_grad && value->requires_grad);
   }
   flow.host = inputs.host;
   return flow;

@@ -321,6 +321,68 @@ TEST_SUITE("predicted memory") {
     }
   }
 
+  TEST_CASE("a budget of devices is kept, and what cannot fit is refused with what would") {
+    const Tensor inputs = at::randn({kBlockRows, kBlockWidth}), labels = at::randn({kBlockRows, kBlockWidth});
+    const auto made = [&](std::optional<int64_t> device_memory) {
+      at::manual_seed(3);
+      nn::Sequential layers;
+      for (int l = 0; l < kBlocks; ++l) layers->push_back(WideBlock(false));
+      return Model(layers, {.run = {.microbatches = 2}, .device_memory = device_memory});
+    };
+    set_devices("virtual:1");
+    const int64_t ample = made(std::nullopt).predict_memory(inputs, labels, squared_error).device.needed();
+    for (const double share : {2.0, 0.6}) {
+      CAPTURE(share);
+      set_devices("virtual:1");
+      const auto budget = static_cast<int64_t>(share * static_cast<double>(ample));
+      Model model = made(budget);
+      for (int step = 0; step < 3; ++step) model.forward_backward(inputs, labels, squared_error);
+      model.synchronize();
+      CHECK(highest_peak() <= budget);
+    }
+    set_devices("virtual:1");
+    Model model = made(ample / 6);
+    CHECK_THROWS_WITH_AS(model.forward_backward(inputs, labels, squared_error),
+                         doctest::Contains("smallest change that would fit: "), BudgetExceeded);
+    model.run_options().microbatches = 1;
+    CHECK_THROWS_WITH_AS(model.forward_backward(inputs, labels, squared_error),
+                         doctest::Contains("[RoundPipe] a step of Sequential does not fit on a device:"),
+                         BudgetExceeded);
+  }
+
+  TEST_CASE("a budget of the host is kept before anything is allocated") {
+    const auto layers = nn::Sequential(nn::Linear(64, 64), nn::Linear(64, 64));
+    constexpr int64_t kWeights = 2 * (64 * 64 + 64) * 4;
+    CHECK_THROWS_WITH_AS(Model(layers, {.host_memory = kWeights}),
+                         doctest::Contains("smallest change that would fit: train adapters only"), BudgetExceeded);
+    Model model(layers, {.host_memory = 3 * kWeights});
+    CHECK_THROWS_WITH_AS(Optimizer(model, torch::optim::AdamWOptions(1e-3)),
+                         doctest::Contains("smallest change that would fit: moments = 8bit in the optimizer"),
+                         BudgetExceeded);
+    CHECK_NOTHROW(Optimizer(model, optim::Algorithm::kAdamW, {}, {.moments = optim::MomentFormat::kBlockwise8Bit}));
+  }
+
+  TEST_CASE("a device without memory for a step says what would fit") {
+    set_devices("virtual:1");
+    at::manual_seed(3);
+    nn::Sequential layers;
+    for (int l = 0; l < kBlocks; ++l) layers->push_back(WideBlock(false));
+    Model model(layers, {.run = {.microbatches = 1}, .measure_steps = false});
+    const Tensor inputs = at::randn({kBlockRows, kBlockWidth}), labels = at::randn({kBlockRows, kBlockWidth});
+    const int64_t needed = model.predict_memory(inputs, labels, squared_error).device.needed();
+    set_devices(concat("virtual:1,memory=", needed / 3, "B"));
+    try {
+      model.forward_backward(inputs, labels, squared_error);
+      model.synchronize();
+      FAIL("the step does not fit");
+    } catch (const c10::OutOfMemoryError& error) {
+      const std::string said = error.what();
+      CAPTURE(said);
+      CHECK(said.find("layer by layer, a step of Sequential is predicted to take") != std::string::npos);
+      CHECK(said.find("smallest change that would fit: ") != std::string::npos);
+    }
+  }
+
   TEST_CASE("what is kept for failures is predicted") {
     set_devices("virtual:2");
     const auto kept = [](bool tolerant, int every) {
@@ -328,7 +390,7 @@ TEST_SUITE("predicted memory") {
       duel.model.run_options().fault_tolerant = tolerant;
       duel.model.run_options().verify_every = every;
       const Sample batch = sample(0);
-      return duel.model.predict_memory(batch.inputs, batch.labels, squared_error).kept_for_failures;
+      return duel.model.predict_memory(batch.inputs, batch.labels, squared_error).host.kept_for_failures;
     };
     CHECK(kept(false, 0) == 0);
     CHECK(kept(true, 0) > 0);
@@ -347,10 +409,11 @@ TEST_SUITE("predicted memory") {
     CHECK(at::equal(random, at::detail::getDefaultCPUGenerator().get_state()));
     CHECK(same_state(duel.state(), before));
     for (const Tensor& parameter : duel.chain.parameters()) CHECK_FALSE(parameter.grad().defined());
-    duel.chain.trap->throw_from(1);
-    CHECK_THROWS_AS(duel.model.predict_memory(batch.inputs, batch.labels, squared_error), OnPurpose);
-    duel.chain.trap->clear();
-    CHECK(duel.goes_on());
+    Duel other;
+    other.chain.trap->throw_from(1);
+    CHECK_THROWS_AS(other.model.predict_memory(batch.inputs, batch.labels, squared_error), OnPurpose);
+    other.chain.trap->clear();
+    CHECK(other.goes_on());
   }
 }
 

@@ -18,16 +18,16 @@ constexpr int64_t kWidth = 4;
 constexpr int64_t kRows = 3;
 constexpr int kMicrobatches = 3;
 
-CallOptions tolerant(int groups = 1) {
-  CallOptions options;
+RunOptions tolerant(int groups = 1) {
+  RunOptions options;
   options.fault_tolerant = true;
   options.gradient_groups = groups;
   return options;
 }
 
-Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const CallOptions& options) {
-  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, options,
-                                           fused_stages({0, 1, 3, 4, 6}));
+Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const RunOptions& options) {
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                           along(fused_stages({0, 1, 3, 4, 6}), options));
 }
 
 struct Run {
@@ -118,7 +118,7 @@ TEST_SUITE("device failures") {
   TEST_CASE("an inference goes on, too") {
     const std::vector<LayerSpec> layers = all_kinds(kWidth);
     const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
-    CallOptions options = tolerant();
+    RunOptions options = tolerant();
     options.requires_grad = false;
     std::vector<Values> expected;
     for (int at = 0; at <= 8; ++at) {
@@ -128,7 +128,7 @@ TEST_SUITE("device failures") {
       for (int round = 0; round < 2; ++round) {
         roundpipe::schedule::Stages stages;
         stages.forward = ascending({0, 2, 3, 5, 6});
-        outputs = piped.pipeline().forward(batch.inputs, options, stages).microbatches;
+        outputs = piped.pipeline().forward(batch.inputs, along(stages, options)).microbatches;
       }
       if (at == 0) expected = outputs;
       for (size_t m = 0; m < outputs.size(); ++m) {

@@ -57,9 +57,10 @@ struct LatePool {
   }
 
   CallPtr submit(roundpipe::schedule::Stages stages, uint64_t index) {
-    CallOptions options;
+    RunOptions options;
     options.microbatches = kMicrobatches;
-    auto call = std::make_shared<Call>(model, options, 5000 + index, index, 0);
+    options.route = std::move(stages);
+    auto call = std::make_shared<Call>(model, options, CallTerms(), 5000 + index, index, 0);
     call->habits = model->habits_of_now();
     call->thread_state.emplace();
     call->autocast = AutocastState::capture(engine->device_type());
@@ -72,7 +73,7 @@ struct LatePool {
     const Batch batch = make_batch(kMicrobatches, 2, kWidth);
     call->labels = std::make_shared<const std::vector<Values>>(batch.labels);
     ModelPlanner planner(*model);
-    const Plan plan = plan_call(*call, std::move(stages), PlanMode::kFused, planner, *engine);
+    const Plan plan = plan_call(*call, PlanMode::kFused, planner, *engine);
     open_boundaries(*call, plan);
     for (int m = 0; m < kMicrobatches; ++m) {
       put_inputs(*call, m, batch.inputs[static_cast<size_t>(m)], /*copy=*/true, /*pinned=*/false);

@@ -34,8 +34,8 @@ struct Setup {
 };
 
 Pipeline::TrainResult train_in(PipedModel& piped, const Batch& batch, std::initializer_list<int> cuts) {
-  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                           fused_stages(cuts));
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                           along(fused_stages(cuts)));
 }
 
 Pipeline::TrainResult train(PipedModel& piped, const Batch& batch) { return train_in(piped, batch, {0, 1, 2, 4}); }
@@ -131,7 +131,7 @@ TEST_SUITE("faults") {
     };
     const Batch batch = make_batch(1, kRows, kWidth);
     CHECK_THROWS_AS(piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<Constant>(), false,
-                                                      {}, fused_stages({0, 4})),
+                                                      along(fused_stages({0, 4}))),
                     std::invalid_argument);
   }
 
@@ -155,11 +155,11 @@ TEST_SUITE("faults") {
       const std::vector<LayerSpec> layers = {linear_layer("a", kWidth), layer, linear_layer("b", kWidth)};
       PlainModel plain("m", layers);
       PipedModel piped("m", layers);
-      CallOptions options;
+      RunOptions options;
       options.recompute_grain = RecomputeGrain::kLayer;
       const auto run = [&](const Batch& batch) {
         return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
-                                                 options, fused_stages({0, 1, 3}));
+                                                 along(fused_stages({0, 1, 3}), options));
       };
       const Batch batch = make_batch(1, kRows, kWidth);
       run(batch);

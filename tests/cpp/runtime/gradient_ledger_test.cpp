@@ -15,8 +15,8 @@ using namespace roundpipe::runtime::support;
 namespace gradient_ledger_test {
 
 void train(PipedModel& piped, const Batch& batch) {
-  piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, CallOptions(),
-                                    fused_stages({0, 1, 2}));
+  piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                    along(fused_stages({0, 1, 2})));
 }
 
 at::Tensor weight(PipedModel& piped) { return piped.layers()[0].parameters[0].tensor; }
@@ -67,9 +67,9 @@ TEST_SUITE("pipeline gradients") {
     train(piped, batch);
     piped.synchronize();
     const at::Tensor once = weight(piped).grad().clone();
-    CallOptions options;
+    RunOptions options;
     options.requires_grad = true;
-    auto outputs = piped.pipeline().forward(batch.inputs, options, train_stages({0, 1, 2}));
+    auto outputs = piped.pipeline().forward(batch.inputs, along(train_stages({0, 1, 2}), options));
     CHECK(same_bits(weight(piped).grad(), once));
     // Gradients cleared between a forward and its backward stay cleared.
     for (const LayerSpec& layer : piped.layers()) {

@@ -25,7 +25,7 @@ std::vector<LayerSpec> chain(int count) {
 
 Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const std::shared_ptr<Loss>& loss = nullptr) {
   return piped.pipeline().forward_backward(batch.inputs, batch.labels, loss ? loss : std::make_shared<SquaredLoss>(),
-                                           false, {}, fused_stages({0, 1, 2, 3}));
+                                           false, along(fused_stages({0, 1, 2, 3})));
 }
 
 bool reads_nan(const LayerSpec& layer) { return layer.parameters[0].tensor.isnan().all().item<bool>(); }
@@ -88,7 +88,7 @@ TEST_CASE("fused step: inf or NaN under a loss scale changes nothing, and the ne
   std::vector<at::Tensor> before;
   for (const LayerSpec& layer : layers) before.push_back(layer.parameters[0].tensor.detach().clone());
   train(piped, batch, std::make_shared<LossThatOverflows>(true));
-  const auto skipped = piped.fused_step(0.1, {true, 0, 1024});
+  const auto skipped = piped.fused_step(0.1, {true}, /*loss_scale=*/1024);
   skipped->finished()->wait();
   CHECK(skipped->overflowed());
   CHECK(skipped->updated_blocks() == 0);
@@ -96,7 +96,7 @@ TEST_CASE("fused step: inf or NaN under a loss scale changes nothing, and the ne
   for (size_t l = 0; l < layers.size(); ++l) CHECK(at::equal(layers[l].parameters[0].tensor, before[l]));
 
   train(piped, batch, std::make_shared<LossThatOverflows>(false));
-  const auto made = piped.fused_step(0.1, {true, 0, 1024});
+  const auto made = piped.fused_step(0.1, {true}, /*loss_scale=*/1024);
   made->finished()->wait();
   CHECK_FALSE(made->overflowed());
   CHECK(made->updated_blocks() == 3);
@@ -113,7 +113,7 @@ TEST_CASE("fused step: two buffers a block, however many steps") {
     PipedModel piped("memory", layers, true);
     for (int step = 0; step < 6; ++step) {
       piped.pipeline().submit(make_batch(2, 3, kWidth).inputs, make_batch(2, 3, kWidth).labels,
-                              std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 1, 2, 3}));
+                              std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 1, 2, 3})));
       piped.fused_step(0.1, {asynchronous});
     }
     piped.synchronize();
@@ -186,7 +186,7 @@ TEST_CASE("fused step: a call that fails after the step leaves the layers withou
   fault->arm(1);
   const auto submitted =
       piped.pipeline().submit(make_batch(1, 3, kWidth).inputs, make_batch(1, 3, kWidth).labels,
-                              std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 1, 2, 3}));
+                              std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 1, 2, 3})));
   std::shared_ptr<StepRun> run;
   bool refused = false;
   try {
@@ -212,7 +212,7 @@ TEST_CASE("fused step: a call that fails after the step leaves the layers withou
 TEST_CASE("fused step: nothing is left of a step once it is over") {
   use_devices("virtual:2,debug");
   at::manual_seed(3);
-  for (const double max_norm : {0.0, 1.0}) {
+  for (const std::optional<double> max_norm : {std::optional<double>(), std::optional(1.0)}) {
     PipedModel piped("gone", chain(3), /*fused=*/true);
     train(piped, make_batch(2, 3, kWidth));
     const std::weak_ptr<StepRun> step = piped.fused_step(0.1, {/*asynchronous=*/true, max_norm});

@@ -53,13 +53,14 @@ TEST_SUITE("pipeline") {
           const auto layers = every_kind();
           PlainModel plain("m", layers);
           PipedModel piped("m", layers);
-          CallOptions options;
+          RunOptions options;
           options.recompute_grain = grain;
           for (int step = 0; step < 4; ++step) {
             const Batch batch = make_batch(3, kRows, kWidth);
             const uint64_t call = piped.pipeline().calls();
-            const auto result = piped.pipeline().forward_backward(
-                batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), true, options, fused_stages({0, 2, 4, 7}));
+            const auto result =
+                piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), true,
+                                                  along(fused_stages({0, 2, 4, 7}), options));
             const auto expected = plain.forward_backward(batch, call);
             CHECK(same_losses(result.losses, expected.losses));
             for (size_t m = 0; m < batch.inputs.size(); ++m) {
@@ -88,7 +89,7 @@ TEST_SUITE("pipeline") {
     for (const bool twice : {false, true, true}) {
       const Batch batch = make_batch(2, kRows, kWidth);
       const uint64_t call = piped.pipeline().calls();
-      auto outputs = piped.pipeline().forward(batch.inputs, {}, train_stages({0, 3, 7}));
+      auto outputs = piped.pipeline().forward(batch.inputs, along(train_stages({0, 3, 7})));
       at::Tensor total, plain_total;
       for (size_t m = 0; m < batch.inputs.size(); ++m) {
         const at::Tensor expected = plain.forward(batch.inputs[m].tensors, call, static_cast<int>(m))[0];
@@ -128,8 +129,8 @@ TEST_SUITE("pipeline") {
         for (int call = 0; call < 4; ++call) {
           const Batch batch = make_batch(2, kRows, kWidth);
           const uint64_t index = piped.pipeline().calls();
-          piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                            fused_stages({0, 1, 3, 5, 7}));
+          piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                            along(fused_stages({0, 1, 3, 5, 7})));
           plain.forward_backward(batch, index);
         }
         piped.synchronize();
@@ -153,8 +154,8 @@ TEST_SUITE("pipeline") {
       plain_batch.inputs[m].tensors[0] = batch.inputs[m].tensors[0].clone().set_requires_grad(true);
       batch.inputs[m].tensors[0].set_requires_grad(true);
     }
-    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                      fused_stages({0, 2, 5, 7}));
+    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                      along(fused_stages({0, 2, 5, 7})));
     plain.forward_backward(plain_batch, 0);
     for (size_t m = 0; m < 2; ++m) {
       CHECK(same_bits(batch.inputs[m].tensors[0].grad(), plain_batch.inputs[m].tensors[0].grad()));
@@ -180,15 +181,15 @@ TEST_SUITE("pipeline") {
     const double asynchronous[] = {0, 0, 1, 2, 3, 4};
     for (const double read : asynchronous) {
       const auto result =
-          piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+          piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
       CHECK(result.losses[0][0].item<double>() == read);
       piped.step(-1, true);
     }
     // A synchronous step publishes everything.
-    piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+    piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
     piped.step(-1, false);
     const auto result =
-        piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, {}, fused_stages({0, 1}));
+        piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
     CHECK(result.losses[0][0].item<double>() == 7);
     piped.synchronize();
     CHECK(weight.parameters[0].tensor.item<double>() == 7);
@@ -206,7 +207,7 @@ TEST_SUITE("pipeline") {
       const Batch batch = make_batch(2, 1, 128);
       const uint64_t call = piped.pipeline().calls();
       const auto result = piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(),
-                                                            false, {}, fused_stages({0, 1, 2, 3}));
+                                                            false, along(fused_stages({0, 1, 2, 3})));
       CHECK(same_losses(result.losses, plain.forward_backward(batch, call).losses));
       piped.step(0.5, true);
       plain.publish();
@@ -222,9 +223,9 @@ TEST_SUITE("pipeline") {
     const auto layers = std::vector<LayerSpec>{linear_layer("l", kWidth)};
     PipedModel piped("m", layers);
     const Batch batch = make_batch(1, kRows, kWidth);
-    auto outputs = piped.pipeline().forward(batch.inputs, {}, train_stages({0, 1}));
-    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                      fused_stages({0, 1}));
+    auto outputs = piped.pipeline().forward(batch.inputs, along(train_stages({0, 1})));
+    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                      along(fused_stages({0, 1})));
     piped.step(0.1, false);
     CHECK_THROWS_AS(torch::autograd::backward({outputs.microbatches[0].tensors[0].sum()}, {}), std::invalid_argument);
   }
@@ -241,7 +242,7 @@ TEST_SUITE("pipeline") {
       for (auto [piped, plain] : {std::pair{&first, &plain_first}, std::pair{&second, &plain_second}}) {
         const uint64_t call = piped->pipeline().calls();
         const auto result = piped->pipeline().forward_backward(
-            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 2, 5, 7}));
+            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 2, 5, 7})));
         CHECK(same_losses(result.losses, plain->forward_backward(batch, call).losses));
         piped->step(0.1, true);
         plain->publish();
@@ -266,7 +267,7 @@ TEST_SUITE("pipeline") {
         const Batch batch = make_batch(2, kRows, kWidth);
         const uint64_t index = piped.pipeline().calls();
         const auto result = piped.pipeline().forward_backward(
-            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {}, fused_stages({0, 3, 5, 7}));
+            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 3, 5, 7})));
         CHECK(same_losses(result.losses, plain.forward_backward(batch, index).losses));
       }
       piped.step(0.1, true);
@@ -284,8 +285,8 @@ TEST_SUITE("pipeline") {
       const auto layers = every_kind();
       PipedModel piped("m", layers);
       const Batch batch = make_batch(3, kRows, kWidth);
-      piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                        fused_stages({0, 2, 5, 7}));
+      piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                        along(fused_stages({0, 2, 5, 7})));
       if (round % 3 == 0) piped.step(0.1, true);
       if (round % 3 == 1) engine = use_devices("virtual:2");
     }
@@ -319,8 +320,8 @@ TEST_SUITE("pipeline") {
     PlainModel plain("m", layers);
     PipedModel piped("m", layers);
     const auto run = [&](const Batch& batch) {
-      return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                               fused_stages({0, 1, 2}));
+      return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                               along(fused_stages({0, 1, 2})));
     };
     for (int round = 0; round < 2; ++round) {
       slow->store(true);

@@ -152,7 +152,7 @@ void run_case(unsigned seed, bool inject, bool fused) {
   if (inject) layers = with_faults(layers, faults);
   PipedModel piped("stress", layers, fused);
   use_devices(random_devices(dice));
-  CallOptions options;
+  RunOptions options;
   options.recompute_grain = dice.one_in(2) ? RecomputeGrain::kLayer : RecomputeGrain::kStage;
   const int layer_count = static_cast<int>(layers.size());
   bool failed = false;
@@ -172,10 +172,9 @@ void run_case(unsigned seed, bool inject, bool fused) {
         try {
           std::vector<Values> labels = batch.labels;
           labels.back().tensors.front() = at::full_like(labels.back().tensors.front(), std::nan(""));
-          CallOptions refusing = options;
-          refusing.refuses_nan = true;
           piped.pipeline().forward_backward(batch.inputs, labels, std::make_shared<SquaredLoss>(faults.loss), false,
-                                            refusing, random_stages(dice, layer_count, true));
+                                            along(random_stages(dice, layer_count, true), options),
+                                            {.refuses_nan = true});
           FAIL("a NaN loss must throw");
         } catch (const InjectedFault&) {
         } catch (const roundpipe::Error&) {
@@ -186,19 +185,19 @@ void run_case(unsigned seed, bool inject, bool fused) {
       const uint64_t index = piped.pipeline().calls();
       const auto result =
           piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(faults.loss),
-                                            false, options, random_stages(dice, layer_count, true));
+                                            false, along(random_stages(dice, layer_count, true), options));
       check_losses(result.losses, plain.forward_backward(batch, index).losses);
       if (dice.one_in(6)) use_devices(random_devices(dice));
     }
     if (dice.one_in(4)) {
       const at::NoGradGuard no_grad;
       const Batch batch = make_batch(dice.between(1, 3), rows, width);
-      CallOptions inference = options;
+      RunOptions inference = options;
       inference.requires_grad = false;
       Stages stages;
       stages.forward = random_cuts(dice, layer_count);
       const uint64_t index = piped.pipeline().calls();
-      const auto outputs = piped.pipeline().forward(batch.inputs, inference, stages);
+      const auto outputs = piped.pipeline().forward(batch.inputs, along(stages, inference));
       for (size_t m = 0; m < batch.inputs.size(); ++m) {
         const at::Tensor expected = plain.forward(batch.inputs[m].tensors, index, static_cast<int>(m))[0];
         CHECK(same_bits(outputs.microbatches[m].tensors[0], expected));

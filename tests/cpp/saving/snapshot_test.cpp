@@ -34,8 +34,8 @@ struct Run {
 
   void call() {
     const Batch batch = make_batch(3, 4, kWidth);
-    model->pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                       fused_stages({0, 1, 2, 3, 4}));
+    model->pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                       along(fused_stages({0, 1, 2, 3, 4})));
   }
   void train(int steps, bool asynchronous) {
     for (int s = 0; s < steps; ++s) {

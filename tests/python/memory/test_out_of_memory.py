@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import roundpipe
-import roundpipe.memory.step
 from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
 from sweeps import mostly_long, sweep
+from trials import rows_of_trials
 
 
 @pytest.fixture(autouse=True)
@@ -332,14 +332,7 @@ def test_where_nothing_can_be_predicted_the_error_stays() -> None:
 
 
 def test_nothing_is_predicted_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured: list[int] = []
-    measure = roundpipe.memory.step.measure
-
-    def counted(*args: Any) -> Any:
-        measured.append(1)
-        return measure(*args)
-
-    monkeypatch.setattr(roundpipe.memory.step, "measure", counted)
+    measured = rows_of_trials(monkeypatch)
     roundpipe.devices("virtual:1,memory=12MiB")
     pipe = chain(whole_stage=True)
     with pytest.warns(RuntimeWarning, match="layer by layer"):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import roundpipe
-import roundpipe.memory.step
 from memory_cases import CASES, EACH_CASE, Case, convolutions, llama
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from trials import rows_of_trials
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -98,15 +98,7 @@ def test_more_room_keeps_more_layers_between_gradient_groups(devices: int) -> No
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each microbatch that has been measured."""
-    rows: list[int] = []
-    measure = roundpipe.memory.step.measure
-
-    def counting(layers: Any, batch: Any, *others: Any) -> Any:
-        rows.append(len(batch[0][0]))
-        return measure(layers, batch, *others)
-
-    monkeypatch.setattr(roundpipe.memory.step, "measure", counting)
-    return rows
+    return rows_of_trials(monkeypatch)
 
 
 def steps_of(rows: list[int], pool: str = "virtual:2,memory=64MiB", **options: Any) -> None:

@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import roundpipe
 from roundpipe import _core
+from roundpipe.call.loss_function import MicrobatchLoss
 from roundpipe.cli import app, main
 from roundpipe.following.language_model import LanguageModel
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
-from roundpipe.memory.footprint import measure as measure_run
 from roundpipe.planning.fit import ROW_STEP, Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.planning.schedules import Request
 from roundpipe.planning.shapes import ModelShapes, make_model, measure
@@ -48,9 +48,11 @@ def run_with_values(config: PretrainedConfig, tokens: int) -> tuple[list[_core.L
     ids = torch.randint(config.vocab_size, (1, tokens))
     (call,) = followed.prepare([((), {"input_ids": ids, "labels": ids})], loss_only=True)
     loss = LanguageModel.mean_loss(1)
-    return measure_run(
-        layers, split(call, is_call=True), lambda outputs: [loss(outputs, None)], torch.device("cpu"), trains=True
-    ), layers
+    core = _core.ModelCore(_core.Pipeline("run", layers, False), None, None, measures=False, checks_loss=False)
+    batch = _core.CallArguments(
+        [split(call, is_call=True)], [split(None)], MicrobatchLoss(loss), False, (), passages=[None]
+    )
+    return core.footprints(batch, _core.RunOptions()), layers
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))

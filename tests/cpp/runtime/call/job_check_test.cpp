@@ -18,21 +18,21 @@ namespace job_check_test {
 constexpr int64_t kWidth = 4;
 constexpr int kMicrobatches = 3;
 
-CallOptions checked(int every, int groups = 1) {
-  CallOptions options;
+RunOptions checked(int every, int groups = 1) {
+  RunOptions options;
   options.verify_every = every;
   options.gradient_groups = groups;
   return options;
 }
 
-Pipeline::TrainResult train(PipedModel& piped, const CallOptions& options) {
+Pipeline::TrainResult train(PipedModel& piped, const RunOptions& options) {
   const Batch batch = make_batch(kMicrobatches, 3, kWidth);
-  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, options,
-                                           fused_stages({0, 1, 3, 4, 6}));
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                           along(fused_stages({0, 1, 3, 4, 6}), options));
 }
 
 // Four steps of two batches each: losses, then weights and buffers.
-Tensors train_steps(PipedModel& piped, const CallOptions& options, bool asynchronous) {
+Tensors train_steps(PipedModel& piped, const RunOptions& options, bool asynchronous) {
   Tensors seen;
   for (int step = 0; step < 4; ++step) {
     for (int part = 0; part < 2; ++part) {
@@ -51,7 +51,7 @@ Tensors train_steps(PipedModel& piped, const CallOptions& options, bool asynchro
 }
 
 // The message of the error that training ends with.
-std::string error_of(PipedModel& piped, const CallOptions& options) {
+std::string error_of(PipedModel& piped, const RunOptions& options) {
   try {
     for (int call = 0; call < 20; ++call) train(piped, options);
     piped.pipeline().drain();
@@ -105,7 +105,7 @@ TEST_SUITE("job check") {
   TEST_CASE("with fault tolerance, too") {
     const auto engine = use_devices("virtual:3,fail=1:bits@4");
     PipedModel piped("m", all_kinds(kWidth), true);
-    CallOptions options = checked(1);
+    RunOptions options = checked(1);
     options.fault_tolerant = true;
     CHECK(error_of(piped, options).find("[virtual:1] the device failed: it computes") == 0);
     CHECK(engine->failed().size() == 1);
@@ -114,7 +114,7 @@ TEST_SUITE("job check") {
   TEST_CASE("a device that fails while a job is checked makes nothing wrong") {
     use_devices("virtual:3");
     PipedModel plain("m", all_kinds(kWidth), true);
-    CallOptions options = checked(1);
+    RunOptions options = checked(1);
     options.fault_tolerant = true;
     const Tensors expected = train_steps(plain, options, true);
     for (int at = 1; at <= 25; at += 4) {

@@ -39,8 +39,8 @@ TEST_SUITE("model_state") {
     for (int step = 0; step < 3; ++step) {
       const Batch batch = make_batch(2, 3, kWidth);
       const uint64_t call = piped.pipeline().calls();
-      piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                        fused_stages({0, 1, 3}));
+      piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                        along(fused_stages({0, 1, 3})));
       CHECK(model.gradients[mixed.blocks[0]] != nullptr);
       CHECK(model.gradients[mixed.blocks[1]] == nullptr);
       plain.forward_backward(batch, call);
@@ -63,8 +63,8 @@ TEST_SUITE("model_state") {
     const at::Tensor frozen_first = piped.pipeline().model().blocks[2].block->parameters()[0].tensor;
     frozen_first.set_requires_grad(true);
     const Batch batch = make_batch(2, 3, kWidth);
-    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                      fused_stages({0, 1, 2}));
+    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                      along(fused_stages({0, 1, 2})));
     piped.synchronize();
     const ModelState& model = piped.pipeline().model();
     CHECK(model.gradients[1] != nullptr);

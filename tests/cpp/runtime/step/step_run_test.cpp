@@ -33,7 +33,7 @@ struct Setup {
     return std::make_shared<ModelState>("m", std::move(made), /*pinned=*/false);
   }
 
-  std::shared_ptr<StepRun> run(const StepOptions& options) {
+  std::shared_ptr<StepRun> run(const StepOptions& options, double loss_scale = 0) {
     std::vector<BlockStep> steps;
     optimizers.clear();
     gradients.clear();
@@ -61,7 +61,7 @@ struct Setup {
     static uint64_t number = 1000;
     optim::Hyperparameters hyper;
     hyper.lr = 1.0;
-    return std::make_shared<StepRun>(number++, std::move(steps), std::vector{hyper}, options, nullptr);
+    return std::make_shared<StepRun>(number++, std::move(steps), std::vector{hyper}, options, loss_scale, nullptr);
   }
   void land() {
     for (const auto& gradient : gradients) gradient->landed->fire();
@@ -75,10 +75,11 @@ struct Setup {
 
 TEST_SUITE("step run") {
   TEST_CASE("an error while gradients are looked at fails the step, and leaves all weights as they are") {
-    for (const StepOptions& options : {StepOptions{.max_norm = 1.0}, StepOptions{.loss_scale = 2.0}}) {
+    for (const double loss_scale : {0.0, 2.0}) {
+      const StepOptions options{.max_grad_norm = loss_scale > 0 ? std::nullopt : std::optional(1.0)};
       Setup setup;
       const at::Tensor before = setup.model->blocks[0].block->current()->flat.clone();
-      const auto run = setup.run(options);
+      const auto run = setup.run(options, loss_scale);
       run->start();
       setup.break_gradient(1);
       setup.land();
@@ -89,7 +90,7 @@ TEST_SUITE("step run") {
       for (const auto& version : setup.after) CHECK_NOTHROW(version->published->wait());
       CHECK(at::equal(setup.after[0]->flat, before));
       // The next step succeeds.
-      const auto next = setup.run(options);
+      const auto next = setup.run(options, loss_scale);
       next->start();
       setup.land();
       next->finished()->wait();

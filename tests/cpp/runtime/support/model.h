@@ -22,6 +22,10 @@
 
 namespace roundpipe::runtime::support {
 
+using roundpipe::RecomputeGrain;
+using roundpipe::RunOptions;
+using roundpipe::StepOptions;
+
 inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return false;
   if (!a.defined()) return true;
@@ -48,6 +52,12 @@ class SquaredLoss final : public Loss {
  private:
   const std::shared_ptr<Fault> fault_;
 };
+
+// The options, with this route.
+inline RunOptions along(Route route, RunOptions options = {}) {
+  options.route = std::move(route);
+  return options;
+}
 
 struct Batch {
   std::vector<Values> inputs;  // per microbatch
@@ -257,10 +267,10 @@ class PipedModel {
   // REQUIRES: fused.
   ModelOptimizer& optimizer() { return *optimizer_; }
 
-  std::shared_ptr<StepRun> fused_step(double rate, const StepOptions& options) {
+  std::shared_ptr<StepRun> fused_step(double rate, const StepOptions& options, double loss_scale = 0) {
     optim::Hyperparameters hyper;
     hyper.lr = rate;
-    return optimizer_->step({hyper}, options);
+    return optimizer_->step({hyper}, options, loss_scale);
   }
 
   void step(double rate, bool asynchronous) {

@@ -73,15 +73,15 @@ LayerSpec typed_layer(std::string name, const at::Tensor& weight) {
   return spec;
 }
 
-CallOptions by(RecomputeGrain grain) {
-  CallOptions options;
+RunOptions by(RecomputeGrain grain) {
+  RunOptions options;
   options.recompute_grain = grain;
   return options;
 }
 
-void call(PipedModel& piped, const Batch& batch, const CallOptions& options, const schedule::Stages& stages) {
-  piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, options,
-                                    stages);
+void call(PipedModel& piped, const Batch& batch, const RunOptions& options, const schedule::Stages& stages) {
+  piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                    along(stages, options));
 }
 
 TEST_SUITE("gradient sums") {
@@ -143,7 +143,7 @@ TEST_SUITE("gradient sums") {
                                           linear_layer("middle", kWidth), tied_layer("top", weight)};
       PipedModel piped("m", layers);
       PlainModel plain("m", layers);
-      CallOptions options;
+      RunOptions options;
       options.gradient_groups = groups;
       for (int step = 0; step < 3; ++step) {
         fails = step == 1;  // from then on, it runs layer by layer
@@ -183,7 +183,7 @@ TEST_SUITE("gradient sums") {
           const std::vector<LayerSpec> layers{typed_layer("bottom", weight), linear_layer("middle", kWidth),
                                               typed_layer("next", weight), typed_layer("top", weight)};
           PipedModel piped("m", layers);
-          CallOptions options;
+          RunOptions options;
           options.gradient_groups = groups;
           for (int index = 0; index < kCalls; ++index) call(piped, make_batch(4, kRows, kWidth), options, stages);
           piped.synchronize();

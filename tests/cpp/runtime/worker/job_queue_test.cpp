@@ -17,7 +17,7 @@ namespace job_queue_test {
 
 std::shared_ptr<JobRun> job_of(const std::shared_ptr<ModelState>& model, double position, int slot = -1) {
   auto run = std::make_shared<JobRun>();
-  run->call = std::make_shared<Call>(model, CallOptions(), /*call_id=*/1, 0, 0);
+  run->call = std::make_shared<Call>(model, RunOptions(), CallTerms(), /*call_id=*/1, 0, 0);
   run->position = position;
   run->slot = slot;
   return run;

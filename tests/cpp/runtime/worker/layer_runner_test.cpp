@@ -25,8 +25,9 @@ constexpr int64_t kWidth = 4;
 constexpr double kPatience_ms = 300000;  // ends a test that hangs
 
 // Submits one microbatch as one fused job, and does not wait for it.
-CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine, const CallOptions& options) {
-  auto call = std::make_shared<Call>(model, options, 1, 0, 0);
+CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine, RunOptions options) {
+  options.route = fused_stages({0, static_cast<int>(model->layer_count())});
+  auto call = std::make_shared<Call>(model, options, CallTerms(), 1, 0, 0);
   call->habits = model->habits_of_now();
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
@@ -38,8 +39,7 @@ CallPtr submit_fused(const std::shared_ptr<ModelState>& model, Engine& engine, c
   call->losses.resize(1);
   call->loss_ready = {call->new_event()};
   ModelPlanner planner(*call->model);
-  const auto plan =
-      plan_call(*call, fused_stages({0, static_cast<int>(model->layer_count())}), PlanMode::kFused, planner, engine);
+  const auto plan = plan_call(*call, PlanMode::kFused, planner, engine);
   open_boundaries(*call, plan);
   put_inputs(*call, 0, batch.inputs[0], /*copy=*/true, /*pinned=*/false);
   open_gradients(*call, plan);
@@ -85,7 +85,7 @@ TEST_SUITE("layer runner") {
       health.push_back(devices.back()->health());
     }
     Engine engine(specs, std::move(devices));
-    CallOptions options;
+    RunOptions options;
     options.fault_tolerant = true;
     options.recompute_grain = RecomputeGrain::kLayer;
     const CallPtr call = submit_fused(model, engine, options);
@@ -125,7 +125,7 @@ TEST_SUITE("layer runner") {
         devices.push_back(
             std::make_unique<ObservedDevice>(specs[0], std::move(roundpipe::device::make_devices(specs)[0]), observer));
         Engine engine(specs, std::move(devices));
-        CallOptions options;
+        RunOptions options;
         options.recompute_grain = grain;
         const CallPtr call = submit_fused(model, engine, options);
         REQUIRE(call->finished()->wait_for(kPatience_ms));

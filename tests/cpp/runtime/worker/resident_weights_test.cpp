@@ -54,9 +54,12 @@ class Frozen {
   // Submits a forward, layer by layer, and waits for it.
   CallPtr forward() {
     static std::atomic<uint64_t> next_id{5000};
-    CallOptions options;
+    RunOptions options;
     options.requires_grad = false;
-    auto call = std::make_shared<Call>(model, options, next_id++, 0, 0);
+    roundpipe::schedule::Stages stages;
+    for (int l = 0; l < kLayers; ++l) stages.forward.push_back({l, l + 1});
+    options.route = std::move(stages);
+    auto call = std::make_shared<Call>(model, options, CallTerms(), next_id++, 0, 0);
     call->position = ++position;
     call->keep_outputs = true;
     call->habits = model->habits_of_now();
@@ -65,9 +68,7 @@ class Frozen {
     call->trainable = model->trainable();
     for (const BlockState& block : model->blocks) call->readings.push_back(block.block->current());
     ModelPlanner planner(*model);
-    roundpipe::schedule::Stages stages;
-    for (int l = 0; l < kLayers; ++l) stages.forward.push_back({l, l + 1});
-    const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, planner, engine);
+    const Plan plan = plan_call(*call, PlanMode::kInference, planner, engine);
     open_boundaries(*call, plan);
     put_inputs(*call, 0, {{at::ones({1, kWidth}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
     submit_jobs(call, plan, /*forward=*/true, /*backward=*/false, engine);

@@ -37,17 +37,18 @@ constexpr double kPatience_ms = 300000;  // ends a test that hangs
 CallPtr submit_forward(const std::shared_ptr<ModelState>& model, Engine& engine, roundpipe::schedule::Stages stages,
                        int microbatches, int64_t width = kWidth) {
   static std::atomic<uint64_t> next_id{1000};
-  CallOptions options;
+  RunOptions options;
   options.microbatches = microbatches;
   options.requires_grad = false;
-  auto call = std::make_shared<Call>(model, options, next_id++, 0, 0);
+  options.route = std::move(stages);
+  auto call = std::make_shared<Call>(model, options, CallTerms(), next_id++, 0, 0);
   call->habits = model->habits_of_now();
   call->thread_state.emplace();
   call->autocast = AutocastState::capture(engine.device_type());
   call->trainable = model->trainable();
   for (const BlockState& block : model->blocks) call->readings.push_back(block.block->current());
   ModelPlanner planner(*call->model);
-  const Plan plan = plan_call(*call, std::move(stages), PlanMode::kInference, planner, engine);
+  const Plan plan = plan_call(*call, PlanMode::kInference, planner, engine);
   open_boundaries(*call, plan);
   for (int m = 0; m < microbatches; ++m) {
     put_inputs(*call, m, {{at::ones({1, width}), at::ones({1, 1})}, nullptr}, /*copy=*/true, /*pinned=*/false);
@@ -270,13 +271,12 @@ TEST_SUITE("worker") {
     const auto model = make_model({linear_layer("l", kWidth)});
     const auto engine = use_devices("virtual:1");
     CHECK(submit_forward(model, *engine, stages_of({0, 1}), 1)->finished()->wait_for(kPatience_ms));
-    CallOptions options;
-    auto call = std::make_shared<Call>(model, options, 1, 0, 0);
+    auto call = std::make_shared<Call>(model, along(stages_of({0, 1})), CallTerms(), 1, 0, 0);
     call->habits = model->habits_of_now();
     call->trainable = model->trainable();
     call->readings.push_back(model->blocks[0].block->current());
     ModelPlanner planner(*call->model);
-    const Plan plan = plan_call(*call, stages_of({0, 1}), PlanMode::kInference, planner, *engine);
+    const Plan plan = plan_call(*call, PlanMode::kInference, planner, *engine);
     open_boundaries(*call, plan);
     Engine::shut_down();
     CHECK_THROWS_AS(engine->worker(0), roundpipe::Error);
@@ -374,8 +374,8 @@ TEST_SUITE("worker") {
       auto engine = use_devices("virtual:2");
       const Batch batch = make_batch(3, 2, kWidth);
       for (int step = 0; step < 2; ++step) {
-        piped->pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, {},
-                                           fused_stages({0, 2, 4}));
+        piped->pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                           along(fused_stages({0, 2, 4})));
         piped->step(0.1, true);
       }
       const pid_t child = fork();
@@ -405,7 +405,7 @@ TEST_SUITE("worker") {
   TEST_CASE("what hangs behind an event of a call fails the call when it throws, or when the event has failed") {
     const auto model = make_model({linear_layer("l", kWidth)});
     for (const bool throws : {true, false}) {
-      const auto call = std::make_shared<Call>(model, CallOptions(), 1, 0, 0);
+      const auto call = std::make_shared<Call>(model, RunOptions(), CallTerms(), 1, 0, 0);
       call->habits = model->habits_of_now();
       const EventPtr waits = call->new_event();
       const EventPtr first = roundpipe::device::make_event(), second = roundpipe::device::make_event();

@@ -7,18 +7,32 @@
 
 #include <c10/core/Device.h>
 
-#include <roundpipe/runtime/call/call.h>
+#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/call/cut.h>
 #include <roundpipe/runtime/call/loss_reduction.h>
-#include <roundpipe/runtime/submission.h>
+#include <roundpipe/schedule/plan.h>
+#include <roundpipe/schedule/planner.h>
+
+namespace roundpipe::runtime {
+
+// How a call runs: as the planner chooses; in these stages, with devices in turn from where the last plan stopped; or
+// by this plan, including its devices.
+using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
+
+// The order in which gradients of a parameter that several layers share are added.
+enum class TiedGradAccumulation {
+  kLayer,       // over each layer's microbatches first, then over the layers (see BlockSum)
+  kMicrobatch,  // over each microbatch's layers first, then over the microbatches (see memory::TiedSum)
+};
+
+}  // namespace roundpipe::runtime
 
 namespace roundpipe {
 
 using runtime::Cut;
-
 using runtime::LossReduction;
 
-// Options of one call. A model has its own (Model::run_options), which a call uses unless it is given others.
+// Options of one call. A model has its own, which a call uses unless it is given others.
 struct RunOptions {
   // Whether outputs carry gradients; unset: the grad mode at the call.
   std::optional<bool> requires_grad = std::nullopt;
@@ -26,19 +40,20 @@ struct RunOptions {
   std::optional<int> microbatches = std::nullopt;
   // Microbatches are cut into so many consecutive groups, and gradients are summed within each group, then over the
   // groups. Devices may share a trainable layer by whole groups. See schedule::GradientGroups.
-  int gradient_groups = runtime::CallOptions{}.gradient_groups;
+  int gradient_groups = 1;
   // kStage keeps only a stage's inputs until its backward; kLayer keeps those of every layer and runs the backward
   // layer by layer, in less memory: its stages have one layer each, also where longer ones are given.
-  RecomputeGrain recompute_grain = runtime::CallOptions{}.recompute_grain;
+  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
   // Whether a recomputation draws the same random numbers as the forward.
-  bool preserve_rng_state = runtime::CallOptions{}.preserve_rng_state;
-  runtime::TiedGradAccumulation tied_grad_accumulation = runtime::CallOptions{}.tied_grad_accumulation;
-  // Whether training goes on when a device fails: its jobs run again on the others, with the same bits.
-  bool fault_tolerant = runtime::CallOptions{}.fault_tolerant;
+  bool preserve_rng_state = true;
+  runtime::TiedGradAccumulation tied_grad_accumulation = runtime::TiedGradAccumulation::kLayer;
+  // Whether training goes on when a device fails: its jobs run again on the others, with the same bits; what they need
+  // for that stays on the host.
+  bool fault_tolerant = false;
   // Of every N-th training call, one job, chosen at random, runs on a second device, too, and the bits are compared; 0:
   // none. A device that is found wrong is named in an error (WrongBits) and taken out; if the runs do not tell which it
   // is, the call ends with an Error. With one device, the job runs there twice, which finds less: docs/reliability.md.
-  int verify_every = runtime::CallOptions{}.verify_every;
+  int verify_every = 0;
   // Of a LanguageModel whose loss_chunk_tokens is 0: see ops::LinearCrossEntropyOptions. A checkpoint restores it,
   // since it belongs to the bits; unset for other models.
   std::optional<int64_t> chunk_logit_bytes = std::nullopt;

@@ -1,4 +1,4 @@
-#include <roundpipe/api/run_options.h>
+#include <roundpipe/runtime/call/run_options.h>
 
 #include <stdexcept>
 

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <optional>
+
+namespace roundpipe {
+
+class GradScaler;  // above the engine, which never looks into it
+
+// Options of one step of an optimizer.
+struct StepOptions {
+  // Whether the next call still reads the weights from before this step, and the one after it reads this step's: then
+  // the update runs while the next batch computes, and staleness is exactly one. Otherwise the next call reads the new
+  // weights.
+  bool asynchronous = true;
+  // Gradients whose norm over the whole model is larger are scaled down to it, a positive number; every update then
+  // waits for all gradients. Infinity only measures the norm. Unset: they are used as they are.
+  std::optional<double> max_grad_norm = std::nullopt;
+  // What scaled the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
+  GradScaler* scaler = nullptr;
+  // With several nodes, the factor of gradients that were added over all of them. Unset: 1 / nodes, the mean, as in
+  // torch's DistributedDataParallel; 1 suits losses that are divided by a count over all nodes already.
+  std::optional<double> gradient_factor = std::nullopt;
+};
+
+// Throws std::invalid_argument for a norm that is not positive, and for a factor that is no number or, unless there are
+// `several_nodes`, not 1.
+void check(const StepOptions& options, bool several_nodes);
+
+}  // namespace roundpipe

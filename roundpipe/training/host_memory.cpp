@@ -1,0 +1,112 @@
+#include <roundpipe/training/host_memory.h>
+
+#include <algorithm>
+
+#include <roundpipe/core/bytes.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
+#include <roundpipe/optim/block_optimizer.h>
+
+namespace roundpipe {
+
+namespace {
+
+std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
+                    const std::function<HostPrediction(const OptimizerMemory&)>& predict,
+                    const std::optional<OptimizerMemory>& optimizer) {
+  const bool is_adam = optimizer && (optimizer->algorithm == optim::Algorithm::kAdam ||
+                                     optimizer->algorithm == optim::Algorithm::kAdamW);
+  const OptimizerMemory in_8bit{.moments = optim::MomentFormat::kBlockwise8Bit};
+  if (is_adam && optimizer->moments == optim::MomentFormat::kFloat32 && predict(in_8bit).total() <= budget_bytes)
+    return concat(frontend().option("moments", "8bit"), " in the optimizer");
+  std::string raised = frontend().option("host_memory", format_bytes(wanted.total()));
+  if (!optimizer)
+    raised += concat(" (with AdamW ", frontend().quoted(format_bytes(predict(OptimizerMemory()).total())), ")");
+  if (wanted.weights + wanted.values <= budget_bytes && wanted.gradients > 0) {
+    return concat("train adapters only (the frozen weights take ", format_bytes(wanted.weights), "), or ", raised);
+  }
+  return raised;
+}
+
+}  // namespace
+
+OptimizerMemory least_optimizer() { return {.algorithm = optim::Algorithm::kSGD}; }
+
+OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
+                                  optim::MomentFormat moments) {
+  const auto most = std::ranges::max_element(groups, {}, [&](const optim::Hyperparameters& options) {
+    return optim::state_bytes(algorithm, options, moments, {1024, 1024});
+  });
+  return {algorithm, *most, moments};
+}
+
+MemoryRows rows_of(const HostPrediction& host) {
+  return {{"weights", host.weights},
+          {"gradients", host.gradients},
+          {"partial sums of gradients", host.partial_sums},
+          {"fp32 masters", host.masters},
+          {"moments", host.moments},
+          {"values between stages", host.values},
+          {"kept for failures", host.kept_for_failures}};
+}
+
+MemoryRows rows_of(const simulate::DeviceMemory& device) {
+  return {{"weights", device.weights},
+          {"gradients", device.gradients},
+          {"values", device.values},
+          {"work", device.work},
+          {"resident", device.resident}};
+}
+
+std::string memory_table(const std::string& title, const MemoryRows& rows, const MemoryRows& beside) {
+  MemoryRows shown;
+  int64_t together = 0;
+  for (const auto& row : rows) {
+    together += row.second;
+    if (row.second != 0) shown.push_back(row);
+  }
+  shown.emplace_back("together", together);
+  shown.insert(shown.end(), beside.begin(), beside.end());
+  size_t width = 0;
+  for (const auto& [name, bytes] : shown) width = std::max(width, name.size());
+  std::string text = title;
+  for (const auto& [name, bytes] : shown) {
+    const std::string size = format_bytes(bytes);
+    text += concat("\n  ", name, std::string(width - name.size(), ' '), " ",
+                   std::string(size.size() < 12 ? 12 - size.size() : 0, ' '), size);
+  }
+  return text;
+}
+
+simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& blocks,
+                                    const OptimizerMemory& optimizer, bool trains) {
+  std::vector<std::vector<simulate::ParameterSize>> sizes;
+  for (const std::vector<at::Tensor>& block : blocks) {
+    auto& of_block = sizes.emplace_back();
+    for (const at::Tensor& tensor : block) {
+      const std::optional<c10::ScalarType> master = optim::remainder_dtype(tensor.scalar_type());
+      of_block.push_back({.elements = tensor.numel(),
+                          .element_bytes = static_cast<int64_t>(tensor.element_size()),
+                          .master_bytes = master ? static_cast<int64_t>(c10::elementSize(*master)) : 0,
+                          .moment_bytes = optim::state_bytes(optimizer.algorithm, optimizer.options, optimizer.moments,
+                                                             tensor.sizes()),
+                          .trained = trains && tensor.requires_grad()});
+    }
+  }
+  simulate::HostMemory host = simulate::predict_host(sizes);
+  host.masters /= optimizer.nodes;
+  host.moments /= optimizer.nodes;
+  return host;
+}
+
+void require_host(const char* where, const std::string& name, int64_t budget_bytes,
+                  const std::function<HostPrediction(const OptimizerMemory&)>& predict,
+                  const std::optional<OptimizerMemory>& optimizer) {
+  const HostPrediction wanted = predict(optimizer.value_or(least_optimizer()));
+  if (wanted.total() <= budget_bytes) return;
+  throw BudgetExceeded(concat(memory_table(concat("[", where, "] ", name, " does not fit on the host:"),
+                                           rows_of(wanted), {{"host_memory", budget_bytes}}),
+                              "\nsmallest change that would fit: ", smaller(wanted, budget_bytes, predict, optimizer)));
+}
+
+}  // namespace roundpipe

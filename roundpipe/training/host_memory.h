@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/core/export.h>
+#include <roundpipe/optim/hyperparameters.h>
+#include <roundpipe/simulate/memory_simulator.h>
+
+namespace roundpipe {
+
+// A model or a step does not fit what the user has given it.
+class ROUNDPIPE_API BudgetExceeded : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// A fused optimizer, as far as its memory depends on it.
+struct OptimizerMemory {
+  optim::Algorithm algorithm = optim::Algorithm::kAdam;
+  optim::Hyperparameters options = {};
+  optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  int nodes = 1;  // processes that share its state
+};
+// What any takes at least, while nobody knows which one it will be: plain SGD.
+OptimizerMemory least_optimizer();
+
+// Bytes of a model's training on the host.
+struct HostPrediction : simulate::HostMemory {
+  int64_t values = 0;             // that wait between stages until their backward; 0 before a batch is known
+  int64_t partial_sums = 0;       // of gradients, beyond these: of layers that share a parameter or a device
+  int64_t kept_for_failures = 0;  // to run jobs again (RunOptions: fault_tolerant, verify_every), at most
+
+  int64_t total() const { return weights + gradients + masters + moments + values + partial_sums + kept_for_failures; }
+};
+
+// Of groups with these hyperparameters, the one that takes the most for a parameter.
+OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
+                                  optim::MomentFormat moments);
+
+using MemoryRows = std::vector<std::pair<std::string, int64_t>>;
+MemoryRows rows_of(const HostPrediction& host);
+MemoryRows rows_of(const simulate::DeviceMemory& device);
+// Sizes one below the other, then their sum, and the sizes to compare it with. Rows of 0 are left out.
+std::string memory_table(const std::string& title, const MemoryRows& rows, const MemoryRows& beside);
+
+// The model's share of HostPrediction. `blocks`: parameters and buffers whose memory is one block; if any of them is
+// trained, there are gradients for all. `trains`: false: nothing is trained, whatever requires_grad says.
+simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& blocks,
+                                    const OptimizerMemory& optimizer, bool trains = true);
+
+// Throws BudgetExceeded, with the smallest change that would fit, if what `predict` says of `optimizer` is more than
+// `budget_bytes`. `optimizer`: none: nobody knows which it will be.
+void require_host(const char* where, const std::string& name, int64_t budget_bytes,
+                  const std::function<HostPrediction(const OptimizerMemory&)>& predict,
+                  const std::optional<OptimizerMemory>& optimizer);
+
+}  // namespace roundpipe
