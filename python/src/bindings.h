@@ -13,6 +13,7 @@ namespace roundpipe::python {
 void bind_errors(pybind11::module_& module);
 void bind_frontend(pybind11::module_& module);
 void bind_checkpoint_files(pybind11::module_& module);
+void bind_copy_steps(pybind11::module_& module);
 void bind_device(pybind11::module_& module);
 void bind_memory(pybind11::module_& module);
 void bind_microbatches(pybind11::module_& module);

@@ -18,8 +18,6 @@ using runtime::Engine;
 using runtime::ExecutionRecord;
 using runtime::LossScale;
 using runtime::Pipeline;
-using runtime::StepTicket;
-using runtime::WeightUpdate;
 
 namespace {
 
@@ -135,12 +133,6 @@ void bind_pipeline(py::module_& module) {
       .def_readwrite("verify_every", &RunOptions::verify_every)
       .def_readwrite("route", &RunOptions::route);
   module.def("default_microbatches", &default_microbatches, py::arg("devices"));
-  py::class_<WeightUpdate>(module, "WeightUpdate")
-      .def("make", &WeightUpdate::make, py::call_guard<py::gil_scoped_release>());
-
-  py::class_<StepTicket>(module, "StepTicket")
-      .def("hand_over", &StepTicket::hand_over, py::call_guard<py::gil_scoped_release>());
-
   ValueClass<ExecutionRecord>(module, "Record")
       .attribute("phase", [](const ExecutionRecord& record) { return schedule::phase_name(record.phase); })
       .attribute("layers", &ExecutionRecord::layers)
@@ -211,16 +203,6 @@ void bind_pipeline(py::module_& module) {
       .def("wait_losses", &Pipeline::wait_losses, py::call_guard<py::gil_scoped_release>())
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "set_optimizer_parameters",
-          [](Pipeline& pipeline, std::vector<std::vector<at::Tensor>> parameters) {
-            pipeline.weights().set_optimizer_parameters(std::move(parameters));
-          },
-          py::arg("parameters"))
-      .def("begin_step", &Pipeline::begin_step, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "begin_update", [](Pipeline& pipeline, bool in_place) { return pipeline.weights().begin_update(in_place); },
-          py::arg("in_place"), py::call_guard<py::gil_scoped_release>())
       .def(
           "drop_gradients", [](Pipeline& pipeline) { pipeline.gradients().drop(); },
           py::call_guard<py::gil_scoped_release>())
@@ -307,10 +289,6 @@ void bind_pipeline(py::module_& module) {
           py::call_guard<py::gil_scoped_release>())
       .def("last_step_plan", &Pipeline::last_step_plan)
       .def("last_step_groups", &Pipeline::last_step_groups)
-      .def(
-          "note_update",
-          [](Pipeline& pipeline, int64_t weight_bytes, double ms) { pipeline.model().updates.add(weight_bytes, ms); },
-          py::arg("weight_bytes"), py::arg("ms"))
       .def(
           "preview_plans",
           [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,

@@ -78,6 +78,13 @@ bool PythonFrontend::is_interrupt(const std::exception_ptr& error) {
   }
 }
 
+std::string PythonFrontend::said(const std::exception& error) {
+  const auto* const raised = dynamic_cast<const python_error*>(&error);
+  if (raised == nullptr) return Frontend::said(error);
+  const InterpreterLock lock;
+  return py::handle(raised->type).attr("__name__").cast<std::string>() + ": " + Frontend::said(error);
+}
+
 void PythonFrontend::release_values(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -19,6 +19,7 @@ class PythonFrontend final : public Frontend {
   bool is_out_of_memory(const std::exception_ptr& error) override;
   void clear_error() override;
   bool is_interrupt(const std::exception_ptr& error) override;
+  std::string said(const std::exception& error) override;
   void release_values(const std::exception_ptr& error) override;
   std::shared_ptr<void> without_collection() override;
   std::string quoted(const std::string& text) override;

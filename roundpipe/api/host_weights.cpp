@@ -27,6 +27,9 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   buffers_ = std::move(other.buffers_);
   optimizer_ = std::move(other.optimizer_);
   trained_ = std::move(other.trained_);
+  copies_ = std::move(other.copies_);
+  optimizer_parameters_ = std::move(other.optimizer_parameters_);
+  copies_dtype_ = other.copies_dtype_;
   is_behind_ = other.is_behind_;
   return *this;
 }
@@ -64,6 +67,7 @@ const NamedParameters& HostWeights::buffer_names() const {
 }
 
 void HostWeights::synchronize() {
+  if (copies_) copies_->synchronize();
   pipeline().drain();
   if (optimizer_) optimizer_->finish();
   is_behind_ = false;
@@ -74,11 +78,78 @@ void HostWeights::synchronize() {
 }
 
 const NamedParameters& HostWeights::named_parameters() {
-  pipeline().weights().show_newest();
+  if (copies_)
+    copies_->show_weights();
+  else
+    pipeline().weights().show_newest();
   return named_;
 }
 
-void HostWeights::zero_grad() { pipeline().gradients().drop(); }
+void HostWeights::zero_grad() {
+  if (copies_) {
+    synchronize();
+    copies_->clear_gradients(/*set_to_none=*/true);
+  }
+  pipeline().gradients().drop();
+}
+
+const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::ScalarType> dtype) {
+  if (copies_) {
+    if (dtype && dtype != copies_dtype_) {
+      throw std::invalid_argument(concat("[optimizer_parameters] they were made with ",
+                                         copies_dtype_ ? c10::toString(*copies_dtype_) : "each parameter's own dtype",
+                                         ", and ", *dtype, " is asked for now, expected the same"));
+    }
+    return optimizer_parameters_;
+  }
+  if (optimizer_) {
+    throw std::invalid_argument(
+        "[optimizer_parameters] an Optimizer was made for this model and updates it in place, expected a model that is "
+        "stepped in one way only; use model.step(optimizer), or make the model again");
+  }
+  synchronize();
+  std::vector<at::Tensor> sources, copies;
+  for (const auto& [name, parameter] : named_) {
+    if (!parameter.requires_grad() || trained_.contains(parameter.unsafeGetTensorImpl())) continue;
+    trained_.insert(parameter.unsafeGetTensorImpl());
+    const c10::ScalarType own = parameter.scalar_type();
+    at::Tensor copy = parameter.detach().to(at::kCPU, dtype && parameter.is_floating_point() ? *dtype : own,
+                                            /*non_blocking=*/false, /*copy=*/true);
+    copy.set_requires_grad(true);
+    sources.push_back(parameter);
+    copies.push_back(copy);
+    optimizer_parameters_.emplace_back(name, std::move(copy));
+  }
+  if (sources.empty()) {
+    throw std::invalid_argument(
+        "[optimizer_parameters] the model has no trainable parameter; set requires_grad of what is to be trained");
+  }
+  copies_ = std::make_shared<CopySteps>(CopySteps::Pipelines{shared_pipeline()}, std::vector<at::Tensor>());
+  copies_->set_copies(std::move(sources), std::move(copies));
+  copies_dtype_ = dtype;
+  return optimizer_parameters_;
+}
+
+void HostWeights::publish_written() {
+  if (copies_) copies_->publish_written_copies();
+}
+
+void HostWeights::step_by(std::function<void()> update, bool asynchronous) {
+  if (!update) throw std::invalid_argument("[step] the function is empty, expected one that updates the parameters");
+  optimizer_parameters();
+  check_trainable();
+  copies_->prepare_step(asynchronous);
+  copies_->queue_step(std::move(update));
+  is_behind_ = true;
+  if (!asynchronous) copies_->settle_step();
+}
+
+void HostWeights::require_no_functions(const char* where) const {
+  if (!copies_) return;
+  throw std::invalid_argument(concat("[", where,
+                                     "] the model's optimizer_parameters() are in use, and such a checkpoint is made "
+                                     "and read by programs in Python alone, expected an Optimizer or one of libtorch"));
+}
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                   optim::Algorithm algorithm,
@@ -94,6 +165,11 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
   if (groups.empty()) {
     throw std::invalid_argument(
         "[optimizer] the model has no trainable parameter; set requires_grad of what is to be trained");
+  }
+  if (copies_) {
+    throw std::invalid_argument(
+        "[optimizer] the model's optimizer_parameters() are in use, expected a model that is stepped in one way only; "
+        "call model.step with a function, or make the model again");
   }
   accepted();
   OptimizerMemory memory = largest_optimizer(algorithm, hyper, moments);
@@ -121,7 +197,7 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
 }
 
 void HostWeights::check_trainable() const {
-  if (!optimizer_) return;
+  if (!optimizer_ && !copies_) return;
   for (const auto& [name, parameter] : named_) {
     if (!parameter.requires_grad() || trained_.contains(parameter.unsafeGetTensorImpl())) continue;
     throw std::invalid_argument(concat("[model] parameter '", name,
@@ -152,6 +228,11 @@ std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyp
 }
 
 void HostWeights::require_plain(const char* where) const {
+  if (copies_) {
+    throw std::invalid_argument(concat("[", where,
+                                       "] the model's optimizer_parameters() are in use, expected steps by a function: "
+                                       "model.step([&] { optimizer.step(); optimizer.zero_grad(); })"));
+  }
   if (!optimizer_) return;
   throw std::invalid_argument(concat("[", where,
                                      "] an Optimizer was made for this model and updates it in place, "

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
@@ -12,6 +13,7 @@
 #include <roundpipe/api/layer_instance.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/training/copy_steps.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -39,8 +41,14 @@ class HostWeights {
   // calls read now; waits for them, and for nothing else. Settles no step.
   const NamedParameters& named_parameters();
 
-  // Drops the gradients that no step has consumed, without waiting.
+  // Drops the gradients that no step has consumed, without waiting; with optimizer_parameters(), waits for all work.
   void zero_grad();
+
+  // The parameters for an optimizer that a function of Model::step runs: copies of those that require grad now, on the
+  // host, with their names. `dtype`: of the copies; unset: each parameter's own. The first call makes them; then the
+  // model is stepped by functions alone. Their gradients are there inside such a function. Throws std::invalid_argument
+  // if there are none, if a fused optimizer was made for the model, or for another dtype than before.
+  const NamedParameters& optimizer_parameters(std::optional<c10::ScalarType> dtype = std::nullopt);
 
   // The group of each trainable parameter, by its name; called once for each.
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
@@ -57,6 +65,9 @@ class HostWeights {
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
   const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const;
+  // Throws std::invalid_argument in the name of `where` if functions step the model: their optimizer's parameters are
+  // in no checkpoint of a program in C++.
+  void require_no_functions(const char* where) const;
   const NamedParameters& parameter_names() const;
   const NamedParameters& buffer_names() const;
 
@@ -71,8 +82,12 @@ class HostWeights {
   // Starts it. REQUIRES: prepare_step.
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                                double loss_scale);
-  // Throws std::invalid_argument if a fused optimizer updates the model.
+  // Throws std::invalid_argument if a fused optimizer or functions update the model.
   void require_plain(const char* where) const;
+  // Lets calls read what the program has written into the optimizer's parameters.
+  void publish_written();
+  // See Model::step.
+  void step_by(std::function<void()> update, bool asynchronous);
 
  private:
   void leave_weights() noexcept;
@@ -82,6 +97,9 @@ class HostWeights {
   NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
   std::unordered_set<const c10::TensorImpl*> trained_;  // by it
+  std::shared_ptr<CopySteps> copies_;                    // null: none were made
+  NamedParameters optimizer_parameters_;                 // those
+  std::optional<c10::ScalarType> copies_dtype_;
   bool is_behind_ = false;  // a step has begun, so parameters may not show the newest values
 };
 

@@ -122,6 +122,7 @@ void Model::check_modules() const {
 std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   check(options);
   check_modules();
+  publish_written();
   const bool requires_grad =
       !c10::InferenceMode::is_enabled() && options.requires_grad.value_or(at::GradMode::is_enabled());
   inputs = detail::on_host(std::move(inputs), "forward");
@@ -136,6 +137,7 @@ CallArguments Model::arguments(const char* where, detail::Batch inputs, detail::
                                const RunOptions& options) {
   check(options);
   check_modules();
+  publish_written();
   ModelCore::require_gradients(where, options);
   refuse_gradient_hooks(parameter_names());
   inputs = detail::on_host(std::move(inputs), where);
@@ -224,6 +226,10 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   if (options.scaler != nullptr) options.scaler->stepped(pipeline(), overflowed);
   optimizer.zero_grad();
   return Step(norm, overflowed);
+}
+
+void Model::step(std::function<void()> update, bool asynchronous) {
+  step_by(std::move(update), asynchronous);
 }
 
 MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,

@@ -144,6 +144,13 @@ class Model : public HostWeights {
   // `options.asynchronous` does not apply: such a step is over when this returns.
   Step step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
+  // Updates the weights by a function, which runs on a thread of its own once all gradients have landed, and updates
+  // optimizer_parameters() with any optimizer: it finds their gradients, and clears them. `asynchronous`: the next call
+  // still reads the weights from before this step, so the function runs beside it, and the call after reads this
+  // step's; else waits for the function. If a call whose gradients it was to use has failed, it does not run. What it
+  // throws is thrown by whatever waits for it: this call if it waits, the next step, or synchronize().
+  void step(std::function<void()> update, bool asynchronous = true);
+
   // Predicts the memory that forward_backward with these arguments would take, without making a step. Each layer runs
   // once with one microbatch, outside of the pipeline. Waits for the calls under way first, and settles no step: later
   // calls have the bits that they would have had.

@@ -17,6 +17,11 @@ constinit std::atomic<Frontend*> current{nullptr};
 
 }  // namespace
 
+std::string Frontend::said(const std::exception& error) {
+  const std::string text = error.what();
+  return text.substr(0, text.find('\n'));
+}
+
 Frontend& frontend() {
   Frontend* const set = current.load();
   return set != nullptr ? *set : defaults();

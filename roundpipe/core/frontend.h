@@ -29,6 +29,8 @@ class ROUNDPIPE_API Frontend {
   // does, as Ctrl+C, and is no failure of it.
   virtual bool is_out_of_memory(const std::exception_ptr& /*error*/) { return false; }
   virtual bool is_interrupt(const std::exception_ptr& /*error*/) { return false; }
+  // An error in one line, with its kind if the interpreter has one.
+  virtual std::string said(const std::exception& error);
   // Drops the values that an error of the interpreter keeps: those of the frames in which it was raised.
   virtual void release_values(const std::exception_ptr& /*error*/) {}
   // While the result lives, the interpreter's garbage stays, since what it frees would be counted. Null: nothing to do.

@@ -358,6 +358,7 @@ Loaded load(const std::string& folder, const Request& request) {
 }
 
 void require_plain(const Model& model) {
+  model.require_no_functions("load_checkpoint");
   if (!model.fused_optimizer()) return;
   throw std::invalid_argument(
       "[load_checkpoint] a roundpipe::Optimizer was made for this model and steps it, expected that one as the third "

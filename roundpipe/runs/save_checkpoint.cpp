@@ -324,6 +324,7 @@ Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Opti
                      const SaveOptions& options) {
   require_callers_thread();
   check(options);
+  model.require_no_functions("save_checkpoint");
   if (model.fused_optimizer()) {
     throw std::invalid_argument(
         "[save_checkpoint] a roundpipe::Optimizer was made for this model and steps it, expected that one; its state "
@@ -338,6 +339,7 @@ Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Opti
 Save save_checkpoint(const std::string& folder, Model& model, const SaveOptions& options) {
   require_callers_thread();
   check(options);
+  model.require_no_functions("save_checkpoint");
   if (model.fused_optimizer()) {
     throw std::invalid_argument(
         "[save_checkpoint] the model has a roundpipe::Optimizer and none was given, expected it as the third argument, "

@@ -16,6 +16,7 @@
 #include <roundpipe/device/make_devices.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/runtime/step/function_thread.h>
 #include <roundpipe/runtime/step/update_thread.h>
 #include <roundpipe/torch_compat/vector_math.h>
 
@@ -241,6 +242,7 @@ bool Engine::while_idle(const std::vector<std::shared_ptr<Engine>>& engines, con
 
 void Engine::shut_down() {
   if (is_left_behind()) return;
+  FunctionThread::drain_any();
   static Mutex one_at_a_time;
   const MutexLock alone(one_at_a_time);
   std::vector<std::shared_ptr<Engine>> engines;

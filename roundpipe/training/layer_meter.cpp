@@ -171,8 +171,13 @@ std::vector<LayerFootprint> measure_layers(const runtime::ModelState& model, con
     const std::string kind = kind_of(state, ends, values);
     auto found = known.find(kind);
     if (kind.empty() || found == known.end()) {
-      Measured measured = measure_layer(state, l, values, own_label, ends ? loss : LossFunction(), trains, device);
-      found = known.insert_or_assign(kind, std::move(measured)).first;
+      try {
+        Measured measured = measure_layer(state, l, values, own_label, ends ? loss : LossFunction(), trains, device);
+        found = known.insert_or_assign(kind, std::move(measured)).first;
+      } catch (...) {
+        frontend().clear_error();  // first: torch leaves it in the thread's state, too
+        throw;
+      }
     }
     footprints.push_back(found->second.footprint);
     values = found->second.outputs;

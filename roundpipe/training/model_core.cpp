@@ -63,8 +63,7 @@ MemoryPrediction ModelCore::predict_memory(const CallArguments& arguments, const
   return memory_->predict(shape(arguments, PlanMode::kFused, options));
 }
 
-std::vector<simulate::LayerFootprint> ModelCore::footprints(const CallArguments& arguments,
-                                                            const RunOptions& options) {
+std::vector<simulate::LayerFootprint> ModelCore::footprints(const CallArguments& arguments, const RunOptions& options) {
   return memory_->footprints(shape(arguments, PlanMode::kFused, options));
 }
 

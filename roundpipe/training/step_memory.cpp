@@ -46,12 +46,6 @@ std::vector<LayerFootprint> scaled(const std::vector<LayerFootprint>& footprints
   return result;
 }
 
-std::string first_line(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  const std::string text = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
-  return text.substr(0, text.find('\n'));
-}
-
 }  // namespace
 
 int64_t StepShape::rows() const { return count_rows(batch); }
@@ -497,7 +491,8 @@ class Note final : public runtime::StepNote {
       return memory->explain(shape, rows_, cap_bytes);
     } catch (const std::exception& failed) {
       if (frontend().is_interrupt(std::current_exception())) throw;
-      return concat(memory->describe_layers(), "\nwhat the step needs could not be predicted (", first_line(failed),
+      return concat(memory->describe_layers(), "\nwhat the step needs could not be predicted (",
+                    frontend().said(failed),
                     "); what may help: more microbatches, shorter rows, or more memory for each device");
     }
   }

@@ -27,7 +27,6 @@ from roundpipe.step.binding import BoundOptimizer
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 from roundpipe.step.torch_steps import TorchSteps
-from roundpipe.step.update import Update, after_steps
 
 REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
 """Names of the part of an fp32 master that a 16-bit weight lacks; all of it for fp16."""
@@ -81,7 +80,7 @@ class Capture:
     own_encoder: Encoder = field(default_factory=Encoder)
     files: dict[str, str] = field(default_factory=dict)
     snapshot: _core.Snapshot | None = None
-    late: list[tuple[Update, Callable[[], None]]] = field(default_factory=list)
+    late: list[tuple[_core.FunctionRun, Callable[[], None]]] = field(default_factory=list)
     _moment_names: dict[str, list[str]] = field(default_factory=dict)
     _names_of_places: dict[tuple[int, int], str] = field(default_factory=dict)
 
@@ -260,7 +259,7 @@ class Capture:
         def complete() -> None:
             self.state["scaler"] = self.encoder.encode({"state": state, "resume": resume}, "scaler")
 
-        self.late.append((after_steps(read), complete))
+        self.late.append((_core.after_step_functions(read), complete))
 
     def take_schedulers(self, schedulers: Sequence[Any]) -> None:
         """Encodes the states of learning-rate schedulers."""

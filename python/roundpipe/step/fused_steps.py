@@ -13,7 +13,7 @@ from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, 
 from roundpipe.step.group import StepGroup
 from roundpipe.step.plain_steps import owners
 from roundpipe.step.scaler import GradScaler, StepScales, synchronize_scales
-from roundpipe.step.update import Update, uninterrupted
+from roundpipe.step.update import uninterrupted
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> NoReturn:
@@ -56,6 +56,7 @@ class FusedSteps(StepGroup):
 
     def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
         super().__init__(earlier.models, earlier.joint)
+        self._pending: _core.FunctionRun | None = None
         self.steps, self.save = earlier.steps, earlier.save
         self._hides_weights = False
         self._bind(earlier, optimizer, moments, gradients)
@@ -127,7 +128,7 @@ class FusedSteps(StepGroup):
             if host is not None:
                 host.show_weights()
             if scaler is not None and scales is not None:
-                self._pending = Update(lambda: self._update_scale(scaler, scales, run))
+                self._pending = _core.after_step_functions(lambda: self._update_scale(scaler, scales, run))
         if self._pending is not None and not is_async:
             # The scale of the next losses depends on these gradients.
             self.finish_update()
@@ -146,9 +147,23 @@ class FusedSteps(StepGroup):
             scaler._update_after(run.overflowed)
         return False
 
-    def _settle(self) -> None:
+    def finish_update(self) -> None:
+        """See `StepGroup.finish_update`."""
+        _core.require_callers_thread()
+        _core.require_no_step_function()
+        if self._pending is not None:
+            self._pending.wait()
+            pending, self._pending = self._pending, None
+            pending.result()
+
+    def synchronize(self) -> None:
+        """See `StepGroup.synchronize`."""
+        self.finish_all_updates()
+        self.models.drain()
         self.binding.core.finish()
         self._hides_weights = False
+        self.models.expose()
+        synchronize_scales(self, self.models.all_pipelines())
 
     def show_weights(self) -> None:
         """Makes the models' parameters show the newest weights. Calls read what they would have read."""

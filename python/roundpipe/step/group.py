@@ -19,8 +19,6 @@ from roundpipe.distributed.joint_training import JointTraining
 from roundpipe.distributed.nodes import Nodes
 from roundpipe.step.models import SteppedModels
 from roundpipe.step.plain_steps import watch_optimizers
-from roundpipe.step.scaler import synchronize_scales
-from roundpipe.step.update import Update, is_updating
 
 watch_optimizers()
 
@@ -56,8 +54,6 @@ class StepGroup(ABC):
         self.joint = joint
         self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
         self._trained: Container[int] = ()  # ids of the parameters that the optimizer updates
-        self._pending: Update | None = None
-        self._reader: StateReader | None = None
         self.steps = 0  # made so far
         self.save: RunningSave | None = None  # the last one
 
@@ -74,10 +70,6 @@ class StepGroup(ABC):
     @abstractmethod
     def note_reach(self) -> None:
         """Notes that the user may now hold the models' own parameters."""
-
-    @abstractmethod
-    def _settle(self) -> None:
-        """Makes calls read the newest weights. No call and no step function may be running."""
 
     def check_trainable(self) -> None:
         """Raises ValueError if a parameter became trainable after the optimizer was made."""
@@ -109,47 +101,23 @@ class StepGroup(ABC):
         self.check_trainable()
         refuse_gradient_hooks(self.models.parameters)
 
+    @abstractmethod
     def finish_update(self) -> None:
         """Waits for the running update, and raises whatever it raised.
 
         Raises:
             RoundPipeError: a layer or a step function waits here; it would wait for itself.
         """
-        _core.require_callers_thread()
-        if is_updating():
-            raise _core.RoundPipeError(
-                "[step] the step function calls something that waits for step functions, such as synchronize() or "
-                "state_dict(), and would wait for itself; call it after model.step"
-            )
-        if self._pending is not None:
-            self._pending.wait()
-            self._take_result(self._pending)
-        if self._reader is not None:
-            self._reader.wait_read()
-            self._reader = None
 
     def finish_all_updates(self) -> None:
         """Waits for the running update, as `finish_update` does, and for those of other models, whose step functions
         may step an optimizer over these models' parameters, too."""
         self.finish_update()
-        Update.wait_all()
+        _core.wait_step_functions()
 
-    def keep_for(self, reader: StateReader) -> None:
-        """Lets nothing change the state that optimizers outside the engine have until `reader` has read it."""
-        self._reader = reader
-
-    def _take_result(self, finished: Update) -> None:
-        """Ends the pending update, and raises whatever it raised."""
-        self._pending = None
-        finished.result()
-
+    @abstractmethod
     def synchronize(self) -> None:
         """Waits for all work; parameters are then up to date, and `.grad` holds gradients that no step has consumed."""
-        self.finish_all_updates()
-        self.models.drain()
-        self._settle()
-        self.models.expose()
-        synchronize_scales(self, self.models.all_pipelines())
 
     def show_gradients(self) -> None:
         """Fills the `.grad` of the models' own parameters, if there are gradients that no step has consumed."""

@@ -24,7 +24,6 @@ import torch
 from roundpipe import _core
 from roundpipe.step.optimizer_context import OptimizerCtx
 from roundpipe.step.plain_steps import changed_from_outside, show_gradients_of, stepped_groups
-from roundpipe.step.update import Update, after_steps
 
 
 class StepMaker(Protocol):
@@ -197,7 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         # Used by the main thread only.
         self._met: weakref.WeakSet[_core.Pipeline] = weakref.WeakSet()  # have made a step since there is this scaler
         self._queued: StepScales | None = None  # of the last step function, until `update` on the main thread
-        self._late: Update | None = None  # an `update` that the main thread has queued
+        self._late: _core.FunctionRun | None = None  # an `update` that the main thread has queued
         self._updates_on_main = False
 
     # The base class reads and sets the scale by this one name. Each thread sees the scale that applies to it.
@@ -297,7 +296,7 @@ class GradScaler(torch.amp.GradScaler):
                 work()
             return False
 
-        update = after_steps(run)
+        update = _core.after_step_functions(run)
         update.wait()
         update.result()
         changed_from_outside(optimizer)
@@ -328,7 +327,7 @@ class GradScaler(torch.amp.GradScaler):
             return False
 
         self._queued = None
-        self._late = after_steps(run)
+        self._late = _core.after_step_functions(run)
         if not is_async:
             self._finish_late()
             self._advance()
@@ -394,7 +393,7 @@ class GradScaler(torch.amp.GradScaler):
     def _settled(self, wait: bool) -> GradScaler:
         """Returns this scaler; `wait` on the main thread first waits until no queued step can change it."""
         if wait and _active.scales is None and (self._queued is not None or self._late is not None):
-            after_steps(lambda: False).wait()
+            _core.after_step_functions(lambda: False).wait()
         return self
 
     def _update_after(self, overflowed: bool) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -14,19 +13,13 @@ from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining
 from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
 from roundpipe.step.fused_steps import FusedSteps, refuse_optimizer
-from roundpipe.step.group import StepGroup, refuse_gradient_hooks
+from roundpipe.step.group import StateReader, StepGroup, refuse_gradient_hooks
 from roundpipe.step.models import PipedModel, SteppedModels
 from roundpipe.step.optimizer_context import OptimizerCtx
-from roundpipe.step.optimizer_parameter import OptimizerParameter, ParameterOwner
+from roundpipe.step.optimizer_parameter import OptimizerParameter
 from roundpipe.step.plain_steps import beside, owners, split_parameters, waiting_groups
-from roundpipe.step.scaler import StepScales, hand_over, synchronize_scales
-from roundpipe.step.update import Update, uninterrupted
-
-Seen = tuple[int, int]  # a tensor's version, and where it lies if only the user moves it
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]
+from roundpipe.step.scaler import hand_over, synchronize_scales
+from roundpipe.step.update import uninterrupted
 
 
 class TorchSteps(StepGroup):
@@ -44,9 +37,6 @@ class TorchSteps(StepGroup):
         host_parameters: see `SteppedModels`.
         optim_dtype: dtype of the copies; None keeps each parameter's dtype.
         joint: see `StepGroup`; every step is then refused, until there is a fused optimizer.
-
-    Attributes:
-        has_copies: whether the copies have been made.
     """
 
     def __init__(
@@ -60,13 +50,13 @@ class TorchSteps(StepGroup):
         self._optim_dtype = optim_dtype
         self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
         self._trained = self._copies
-        self._sources: list[nn.Parameter] = []  # the user's parameters of _copies, in the same order
-        self._seen: list[Seen] = []  # of _sources
-        self._copy_versions: list[int] = []  # of _copies, as last seen
-        self._unpublished = False
-        self._has_updated = False
-        self.has_copies = False
+        self._core = _core.CopySteps(self.models.pipelines, list(host_parameters.values()))
         owners.add(self)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the copies have been made."""
+        return self._core.has_copies
 
     @property
     def is_untouched(self) -> bool:
@@ -91,7 +81,7 @@ class TorchSteps(StepGroup):
     @property
     def unpublished(self) -> bool:
         """Whether the copies hold a step that calls do not read yet. REQUIRES: no step function is running."""
-        return self._unpublished
+        return self._core.unpublished
 
     def copy_of(self, parameter: nn.Parameter) -> OptimizerParameter | None:
         """The copy of a model's parameter that the optimizer updates; None if there is none."""
@@ -103,9 +93,7 @@ class TorchSteps(StepGroup):
         Args:
             unpublished: calls read the parameters until the next step, and then the copies.
         """
-        self._seen = self._look()
-        self._note_copies()
-        self._unpublished = unpublished
+        self._core.accept_loaded(unpublished)
 
     # -- the copies -------------------------------------------------------------------------------------------------
 
@@ -137,53 +125,18 @@ class TorchSteps(StepGroup):
                 copy.__dict__.update(parameter.__dict__)
                 copy.attach(self)
                 self._copies[id(parameter)] = copy
-            self._sources = sources
-            self._seen = self._look()
-            self._note_copies()
-            self.models.expose_gradients_of_backwards(False)
-            for pipeline in self.models.pipelines:
-                blocks = pipeline.block_parameters()
-                pipeline.set_optimizer_parameters([[self._copies.get(id(p), p) for p in block] for block in blocks])
-            self.has_copies = True
-
-    def _look(self) -> list[Seen]:
-        """The state of the user's parameters: what differs from it later has been written or assigned."""
-        on_host = {id(parameter) for parameter in self.models.host_parameters.values()}
-        # The engine itself points parameters in a pipeline elsewhere.
-        return [(source._version, source.data_ptr() if id(source) in on_host else 0) for source in self._sources]
+            self._core.set_copies(sources, list(self._copies.values()))
 
     def take_writes(self) -> None:
         """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
         function of these models is running."""
-        self.models.adopt_replaced()
-        looked = self._look()
-        if looked == self._seen:
-            return
-        Update.wait_all()
-        with torch.no_grad():
-            for index, (source, seen) in enumerate(zip(self._sources, looked, strict=True)):
-                if seen != self._seen[index]:
-                    copy = self._copies[id(source)]
-                    written = copy._version != self._copy_versions[index]
-                    copy.copy_(source)
-                    self._seen[index] = seen
-                    if not written:
-                        self._copy_versions[index] = copy._version
-
-    def _note_copies(self) -> None:
-        self._copy_versions = _versions(list(self._copies.values()))
-
-    def _copies_written(self) -> bool:
-        """Whether code other than `step` has updated the optimizer's parameters."""
-        if not self.has_copies or self._pending is not None:
-            return False
-        return _versions(list(self._copies.values())) != self._copy_versions
+        self._core.take_writes()
 
     def before_call(self) -> None:
         """See `StepGroup.before_call`. Also publishes values that other code has written into the copies."""
         super().before_call()
         refuse_gradient_hooks(self._copies.values())
-        self._publish_written_copies()
+        self._core.publish_written_copies()
 
     # -- steps by a function ----------------------------------------------------------------------------------------
 
@@ -201,140 +154,41 @@ class TorchSteps(StepGroup):
             self.joint.refuse("a step function")
         self._make_copies()
         self.check_trainable()
-        self.finish_update()
-        self.models.begin_step(is_async)
-        self.take_writes()
+        self._core.prepare_step(is_async)
         scales = hand_over(self, self.models.pipelines)
+        waiting = waiting_groups(self)
+
+        def update() -> None:
+            with OptimizerCtx(), beside(waiting), nullcontext() if scales is None else scales.active():
+                step_fn(*args, **kwargs)
+
         with uninterrupted():
-            # May raise, so it comes first: a version that has begun must be finished.
-            tickets = [pipeline.begin_step() for pipeline in self.models.pipelines]
-            host_gradients = self._take_host_gradients()
-            weights = self._begin_updates(in_place=False)
-            waiting = waiting_groups(self)
-            self._pending = Update(
-                lambda: self._update(
-                    weights, tickets, host_gradients, scales, waiting, lambda: step_fn(*args, **kwargs)
-                )
-            )
+            self._core.queue_step(update)
             if scales is not None:
                 scales.queued()
         self.steps += 1
         if not is_async:
-            self.finish_update()
-            self.models.drain()
-            self._publish_now()
+            self._core.settle_step()
             if scales is not None:
                 synchronize_scales(self, self.models.pipelines, after_step=True)
 
-    def _update(
-        self,
-        weights: list[_core.WeightUpdate],
-        tickets: list[_core.StepTicket],
-        host_gradients: list[torch.Tensor | None],
-        scales: StepScales | None,
-        waiting: list[ParameterOwner],
-        step_fn: Callable[[], Any],
-    ) -> bool:
-        """Runs on the optimizer thread. Returns False, having done nothing, if the gradients' call has failed."""
-        for update in weights:
-            update.make()
-        landed = [ticket.hand_over() for ticket in tickets]
-        if not all(landed):
-            self.clear_copies(set_to_none=True)
-            return False
-        self._add_host_gradients(host_gradients)
-        try:
-            began = time.perf_counter()
-            with OptimizerCtx(), beside(waiting), nullcontext() if scales is None else scales.active():
-                step_fn()
-            self._note_update(1000 * (time.perf_counter() - began))
-        except BaseException:
-            # Undoes the step as far as possible: step_fn may have changed parameters already.
-            self.clear_copies(set_to_none=True)
-            raise
-        return True
+    def finish_update(self) -> None:
+        """See `StepGroup.finish_update`."""
+        self._core.finish_update()
 
-    def _note_update(self, ms: float) -> None:
-        """Tells the planner how long the step function took; not the first time, when it sets up its state."""
-        if self._has_updated:
-            weight_bytes = sum(source.nbytes for source in self._sources)
-            for pipeline in self.models.pipelines:
-                pipeline.note_update(weight_bytes, ms)
-        self._has_updated = True
+    def keep_for(self, reader: StateReader) -> None:
+        """Lets nothing change the copies until `reader` has read them."""
+        self._core.keep_for(reader.wait_read)
 
-    def _take_host_gradients(self) -> list[torch.Tensor | None]:
-        gradients = []
-        for parameter in self.models.host_parameters.values():
-            gradients.append(parameter.grad)
-            parameter.grad = None
-        return gradients
-
-    def _add_host_gradients(self, gradients: list[torch.Tensor | None]) -> None:
-        with torch.no_grad():
-            for parameter, gradient in zip(self.models.host_parameters.values(), gradients, strict=True):
-                if gradient is None:
-                    continue
-                copy = self._copies[id(parameter)]
-                gradient = gradient.to(device="cpu", dtype=copy.dtype)
-                copy.landed_grad = gradient if copy.landed_grad is None else copy.landed_grad + gradient
-
-    def _take_result(self, finished: Update) -> None:
-        unpublished = self._unpublished
-        # Also when step_fn raised, because it may have changed some parameters.
-        self._unpublished = True
-        self._pending = None
-        self._note_copies()
-        self._unpublished = finished.result() or unpublished
-
-    # -- publishing -------------------------------------------------------------------------------------------------
-
-    def _begin_updates(self, in_place: bool) -> list[_core.WeightUpdate]:
-        """Begins the updates that publish what the last step function has written; none if all is published."""
-        if not self._unpublished:
-            return []
-        self._unpublished = False
-        with torch.no_grad():
-            for parameter in self.models.host_parameters.values():
-                copy = self._copies.get(id(parameter))
-                if copy is not None:
-                    parameter.copy_(copy)
-        self._seen = self._look()
-        return [pipeline.begin_update(in_place) for pipeline in self.models.pipelines]
-
-    def _publish_copies(self) -> None:
-        """Publishes values that other code has written into the optimizer's parameters."""
-        for pipeline in self.models.pipelines:
-            pipeline.asynchronous = False
-            pipeline.drain()
-        self._unpublished = True
-        self._publish_now()
-
-    def _publish_now(self) -> None:
-        """Publishes the latest update. Nothing may be running."""
-        if not self._unpublished:
-            return
-        with uninterrupted():
-            for update in self._begin_updates(in_place=True):
-                update.make()
-            self._note_copies()
-
-    def _settle(self) -> None:
-        self.take_writes()
-        self._unpublished |= self._copies_written()
-        self._publish_now()
-
-    def _publish_written_copies(self) -> None:
-        if self._pending is None:
-            Update.wait_all()  # another model's step function may be writing
-        if self._copies_written():
-            self._publish_copies()
+    def synchronize(self) -> None:
+        """See `StepGroup.synchronize`."""
+        self._core.synchronize()
+        synchronize_scales(self, self.models.all_pipelines())
 
     def show_weights(self) -> None:
         """Publishes values that other code has written into the copies, and lets the models' parameters show what the
         next call reads."""
-        self._publish_written_copies()
-        for pipeline in self.models.all_pipelines():
-            pipeline.show_weights()
+        self._core.show_weights()
 
     # -- steps of an optimizer by itself ----------------------------------------------------------------------------
 
@@ -353,17 +207,7 @@ class TorchSteps(StepGroup):
 
         Waits first for step functions that are still running, because they use the gradients handed over before.
         """
-        self.finish_all_updates()
-        models = self.models
-        if not models.has_gradients() and all(p.grad is None for p in models.host_parameters.values()):
-            return
-        models.drain()
-        with uninterrupted():
-            tickets = [pipeline.begin_step() for pipeline in models.pipelines]
-            host_gradients = self._take_host_gradients()
-            for ticket in tickets:
-                ticket.hand_over()
-            self._add_host_gradients(host_gradients)
+        self._core.hand_over()
 
     def begin_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepares for a step of a torch optimizer over parameters of these models, outside `step`."""
@@ -382,19 +226,18 @@ class TorchSteps(StepGroup):
     @property
     def has_landed_gradients(self) -> bool:
         """Whether a parameter of the optimizer has a gradient, without waiting for those that no step has consumed."""
-        return any(copy.landed_grad is not None for copy in self._copies.values())
+        return self._core.has_landed_gradients
 
     def changed_from_outside(self) -> None:
         """Publishes changes made to the optimizer's parameters after the step function that used them."""
-        self.finish_all_updates()
-        self._unpublished = True
+        self._core.changed_from_outside()
 
     def finish_plain_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes the next call read the weights of that step."""
         # Asks the optimizer, not the copies' version counters: torch's fused kernels do not count their writes.
         self.steps += 1
         if self._has_copies_in(optimizer):
-            self._publish_copies()
+            self._core.publish_copies()
 
     def _has_copies_in(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(group is self for group in split_parameters(optimizer)[1])
@@ -407,8 +250,4 @@ class TorchSteps(StepGroup):
 
     def clear_copies(self, set_to_none: bool) -> None:
         """Clears the current gradients of the optimizer's parameters, without waiting."""
-        for copy in self._copies.values():
-            if set_to_none:
-                copy.landed_grad = None
-            elif copy.landed_grad is not None:
-                copy.landed_grad.detach_().zero_()
+        self._core.clear_gradients(set_to_none)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import torch
@@ -33,11 +34,13 @@ def test_a_device_may_drop_the_model_that_it_works_for() -> None:
     for index in range(40):
         trainer = Trainer(1 + index % 3)
         trainer.call()
-        dropped.append(weakref.ref(trainer))
+        gone = threading.Event()
+        weakref.finalize(trainer, gone.set)
+        dropped.append(gone)
         del trainer  # its backward may still be running, on a pool that the next one replaces
     roundpipe.devices("virtual:2")
     probe = Trainer(2)
     probe.model.forward_backward((torch.randn(6, 8),), loss_fn=lambda outputs, _: outputs.square().mean())
     probe.model.synchronize()
     gc.collect()
-    assert all(reference() is None for reference in dropped)
+    assert all(gone.wait(60) for gone in dropped)

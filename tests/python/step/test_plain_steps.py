@@ -484,11 +484,14 @@ def test_clearing_after_a_step_function_waits_for_it(clears: str, monkeypatch: p
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
     mine = torch.optim.SGD(model.optim_parameters(), lr=0.1)
     may_step = threading.Event()
-    finish = model._step_group.finish_update
+    group = model._step_group
 
-    def let_it_step_and_finish() -> None:
-        may_step.set()
-        finish()
+    def letting_it_step(wait: Callable[[], None]) -> Callable[[], None]:
+        def let_it_step_and_wait() -> None:
+            may_step.set()
+            wait()
+
+        return let_it_step_and_wait
 
     def update() -> None:
         assert may_step.wait(20)
@@ -502,7 +505,8 @@ def test_clearing_after_a_step_function_waits_for_it(clears: str, monkeypatch: p
         may_step.clear()
         with monkeypatch.context() as patch:
             model.step(update)
-            patch.setattr(model._step_group, "finish_update", let_it_step_and_finish)
+            patch.setattr(group, "hand_over", letting_it_step(group.hand_over))
+            patch.setattr(group, "synchronize", letting_it_step(group.synchronize))
             (mine if clears == "optimizer" else model).zero_grad()
             model.synchronize()
     for a, b in zip(plain.parameters(), ours.parameters(), strict=True):

@@ -105,7 +105,7 @@ def test_options_of_the_model(made: Callable[..., TrainConfig], tmp_path: Path) 
         load_model(made(host_memory="1MB"))
     totals = [predict_model(meta_model(made()), UpdateRule("adamw", moments)).total for moments in ("fp32", "8bit")]
     between = f"{sum(totals) // 2}B"
-    with pytest.raises(ValueError, match='moments="8bit" in the optimizer'):
+    with pytest.raises(ValueError, match="moments='8bit' in the optimizer"):
         load_model(made(host_memory=between))
     load_model(made(host_memory=between, moments="8bit"))
     model = load_model(made(device_memory="10MB", microbatches=2, recompute_by_layer=True, fault_tolerant=True))
