@@ -35,25 +35,12 @@ endif()
 install(TARGETS roundpipe EXPORT RoundPipe LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp)
 install(EXPORT RoundPipe NAMESPACE RoundPipe:: FILE RoundPipeTargets.cmake DESTINATION ${package_folder} COMPONENT cpp)
 
-# All headers but those that include what programs need not have, and those that include such ones.
-file(GLOB_RECURSE headers CONFIGURE_DEPENDS RELATIVE ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/roundpipe/*.h)
-set(private "nlohmann/[^>]+")
-set(more ON)
-while(more)
-  set(more OFF)
-  foreach(header IN LISTS headers)
-    file(STRINGS ${PROJECT_SOURCE_DIR}/${header} found REGEX "^#include <(${private})>" LIMIT_COUNT 1)
-    if(found)
-      list(REMOVE_ITEM headers ${header})
-      string(APPEND private "|${header}")
-      set(more ON)
-    endif()
-  endforeach()
-endwhile()
-foreach(header IN LISTS headers)
-  get_filename_component(folder ${header} DIRECTORY)
-  install(FILES ${PROJECT_SOURCE_DIR}/${header} DESTINATION ${CMAKE_INSTALL_INCLUDEDIR}/${folder} COMPONENT cpp)
-endforeach()
+# The headers that roundpipe/roundpipe.h includes, and those that these include. When the library is installed, since
+# what a header includes may have changed by then.
+install(CODE "
+  set(from \"${PROJECT_SOURCE_DIR}\")
+  set(to \"\${CMAKE_INSTALL_PREFIX}/${CMAKE_INSTALL_INCLUDEDIR}\")
+  include(\"${PROJECT_SOURCE_DIR}/cmake/install_headers.cmake\")" COMPONENT cpp)
 
 configure_package_config_file(
   ${PROJECT_SOURCE_DIR}/cmake/RoundPipeConfig.cmake.in ${PROJECT_BINARY_DIR}/RoundPipeConfig.cmake

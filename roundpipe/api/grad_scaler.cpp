@@ -15,6 +15,8 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/runtime/model/loss_scale.h>
+#include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/runtime/step/step_run.h>
 
 namespace roundpipe {
 

@@ -6,8 +6,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/runtime/step/step_run.h>
+namespace roundpipe::runtime {
+class Pipeline;
+class StepRun;
+}  // namespace roundpipe::runtime
 
 namespace roundpipe {
 

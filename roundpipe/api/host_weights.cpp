@@ -5,6 +5,9 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/runtime/model_optimizer.h>
+#include <roundpipe/training/copy_steps.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -50,6 +53,8 @@ ModelCore& HostWeights::core() const {
 }
 
 const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const { return core().pipeline(); }
+
+runtime::Pipeline& HostWeights::pipeline() const { return *shared_pipeline(); }
 
 const std::shared_ptr<ModelOptimizer>& HostWeights::fused_optimizer() const {
   shared_pipeline();

@@ -11,12 +11,22 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/api/layer_instance.h>
-#include <roundpipe/runtime/model_optimizer.h>
-#include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/training/copy_steps.h>
-#include <roundpipe/training/model_core.h>
+#include <roundpipe/optim/hyperparameters.h>
+#include <roundpipe/runtime/step/step_options.h>
+
+namespace roundpipe::cluster {
+class Nodes;
+}
+namespace roundpipe::runtime {
+class ModelOptimizer;
+class Pipeline;
+class StepRun;
+}  // namespace roundpipe::runtime
 
 namespace roundpipe {
+
+class CopySteps;
+class ModelCore;
 
 // A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
 // one, code that changes the parameters themselves, such as torch::optim. The base of Model.
@@ -73,7 +83,7 @@ class HostWeights {
 
  protected:
   ModelCore& core() const;
-  runtime::Pipeline& pipeline() const { return *core().pipeline(); }
+  runtime::Pipeline& pipeline() const;
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
   // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
@@ -97,8 +107,8 @@ class HostWeights {
   NamedParameters buffers_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
   std::unordered_set<const c10::TensorImpl*> trained_;  // by it
-  std::shared_ptr<CopySteps> copies_;                    // null: none were made
-  NamedParameters optimizer_parameters_;                 // those
+  std::shared_ptr<CopySteps> copies_;                   // null: none were made
+  NamedParameters optimizer_parameters_;                // those
   std::optional<c10::ScalarType> copies_dtype_;
   bool is_behind_ = false;  // a step has begun, so parameters may not show the newest values
 };

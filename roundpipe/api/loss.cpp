@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 
 namespace roundpipe {
 

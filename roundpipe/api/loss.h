@@ -9,8 +9,12 @@
 
 #include <roundpipe/api/layer.h>
 #include <roundpipe/api/microbatches.h>
-#include <roundpipe/runtime/call/loss_reduction.h>
-#include <roundpipe/training/layer_meter.h>
+#include <roundpipe/training/loss_function.h>
+
+namespace roundpipe::runtime {
+class Loss;
+struct LossRows;
+}  // namespace roundpipe::runtime
 
 namespace roundpipe {
 

@@ -6,6 +6,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/call/batch_cut.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 
 namespace roundpipe::detail {
 

@@ -8,6 +8,10 @@
 #include <roundpipe/api/values.h>
 #include <roundpipe/runtime/call/run_options.h>
 
+namespace roundpipe::runtime {
+struct LossRows;
+}
+
 namespace roundpipe {
 
 // A batch that the caller has cut: one value for each microbatch. Takes the place of the inputs or of the labels of a

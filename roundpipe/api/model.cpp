@@ -16,6 +16,7 @@
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -161,7 +162,7 @@ Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail
   return Pending(core().submit(cut, std::move(options), keep_outputs, refuses_nan_early), output_device);
 }
 
-ModelCore::Pending& Model::Pending::batch() const {
+PendingCall& Model::Pending::batch() const {
   require_not_moved_from(batch_ != nullptr, "pending batch");
   return *batch_;
 }
@@ -228,9 +229,7 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   return Step(norm, overflowed);
 }
 
-void Model::step(std::function<void()> update, bool asynchronous) {
-  step_by(std::move(update), asynchronous);
-}
+void Model::step(std::function<void()> update, bool asynchronous) { step_by(std::move(update), asynchronous); }
 
 MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                                 const RunOptions& options) {

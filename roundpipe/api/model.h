@@ -21,10 +21,15 @@
 #include <roundpipe/api/optimizer.h>
 #include <roundpipe/api/step.h>
 #include <roundpipe/core/arithmetic.h>
+#include <roundpipe/runtime/call/execution_log.h>
 #include <roundpipe/runtime/call/run_options.h>
-#include <roundpipe/training/model_core.h>
+#include <roundpipe/schedule/costs.h>
+#include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
+
+class PendingCall;
+struct CallArguments;
 
 struct ModelOptions {
   // Keys the model's random numbers, and appears in messages. Empty: "Sequential" or "Model". Two models of one process
@@ -224,11 +229,11 @@ class Model::Pending {
 
  private:
   friend class Model;
-  Pending(std::shared_ptr<ModelCore::Pending> batch, c10::Device output_device)
+  Pending(std::shared_ptr<PendingCall> batch, c10::Device output_device)
       : batch_(std::move(batch)), output_device_(output_device) {}
 
-  ModelCore::Pending& batch() const;
-  std::shared_ptr<ModelCore::Pending> batch_;  // null: moved from
+  PendingCall& batch() const;
+  std::shared_ptr<PendingCall> batch_;  // null: moved from
   c10::Device output_device_;
 };
 

@@ -7,6 +7,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/optim/parameter_update.h>
+#include <roundpipe/runtime/model_optimizer.h>
 
 namespace roundpipe {
 
@@ -184,6 +185,6 @@ void Optimizer::set_rates(const std::vector<double>& rates) noexcept {
   for (size_t i = 0; i < rates.size(); ++i) options_[i].lr = rates[i];
 }
 
-runtime::ModelOptimizer::HostBytes Optimizer::host_bytes() const { return core()->host_bytes(options_); }
+runtime::HostBytes Optimizer::host_bytes() const { return core()->host_bytes(options_); }
 
 }  // namespace roundpipe

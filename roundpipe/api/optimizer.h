@@ -16,6 +16,7 @@
 #include <roundpipe/api/learning_rate.h>
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/optim/hyperparameters.h>
+#include <roundpipe/runtime/step/host_bytes.h>
 
 namespace roundpipe {
 
@@ -85,7 +86,7 @@ class Optimizer {
   void set_steps(int64_t steps);
 
   // The host memory of the model and this optimizer.
-  runtime::ModelOptimizer::HostBytes host_bytes() const;
+  runtime::HostBytes host_bytes() const;
 
   // -- for Model --
   const std::shared_ptr<runtime::ModelOptimizer>& core() const;

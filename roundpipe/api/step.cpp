@@ -2,6 +2,7 @@
 
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/runtime/step/step_run.h>
 
 namespace roundpipe {
 

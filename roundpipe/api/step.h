@@ -3,7 +3,10 @@
 #include <memory>
 
 #include <roundpipe/runtime/step/step_options.h>
-#include <roundpipe/runtime/step/step_run.h>
+
+namespace roundpipe::runtime {
+class StepRun;
+}
 
 namespace roundpipe {
 

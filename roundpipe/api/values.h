@@ -16,7 +16,7 @@
 #include <torch/nn/modules/container/any_value.h>
 #include <torch/ordered_dict.h>
 
-#include <roundpipe/runtime/model/layer.h>
+#include <roundpipe/runtime/model/values.h>
 
 namespace roundpipe {
 

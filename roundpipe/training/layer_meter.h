@@ -1,17 +1,13 @@
 #pragma once
 
-#include <functional>
 #include <vector>
 
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/model/model_state.h>
 #include <roundpipe/simulate/memory_simulator.h>
+#include <roundpipe/training/loss_function.h>
 
 namespace roundpipe {
-
-// A loss over the engine's values: outputs and label of one microbatch in, scalars out. Called on devices' threads.
-using LossFunction =
-    std::function<std::vector<at::Tensor>(const runtime::Values& outputs, const runtime::Values& label)>;
 
 // The footprint of each layer of `model` for one microbatch: `batch` and `label`, on the host. Each kind of layer (see
 // runtime::Layer::kind) runs once, on this thread, forward and, if the step `trains`, backward; only shapes count.

@@ -48,15 +48,16 @@ std::vector<Values> ModelCore::forward(const CallArguments& arguments, RunOption
   return pipeline_->forward(arguments.inputs, std::move(options), terms(arguments, step)).microbatches;
 }
 
-std::shared_ptr<ModelCore::Pending> ModelCore::submit(const CallArguments& arguments, RunOptions options,
-                                                      bool keep_outputs, bool refuses_nan_early) {
+std::shared_ptr<PendingCall> ModelCore::submit(const CallArguments& arguments, RunOptions options, bool keep_outputs,
+                                               bool refuses_nan_early) {
   const StepShape step = shape(arguments, PlanMode::kFused, options);
   options.recompute_grain = memory_->admit(step);
   runtime::CallTerms terms = this->terms(arguments, step);
   terms.refuses_nan = checks_loss_;
   terms.refuses_nan_early = checks_loss_ && refuses_nan_early;
-  return std::make_shared<Pending>(pipeline_, pipeline_->submit(arguments.inputs, arguments.labels, arguments.call_loss,
-                                                                keep_outputs, std::move(options), std::move(terms)));
+  return std::make_shared<PendingCall>(
+      pipeline_, pipeline_->submit(arguments.inputs, arguments.labels, arguments.call_loss, keep_outputs,
+                                   std::move(options), std::move(terms)));
 }
 
 MemoryPrediction ModelCore::predict_memory(const CallArguments& arguments, const RunOptions& options) {
@@ -71,7 +72,7 @@ bool ModelCore::fits(const CallArguments& arguments, const RunOptions& options) 
   return memory_->fits(shape(arguments, PlanMode::kFused, options));
 }
 
-CallResult ModelCore::Pending::finish() {
+CallResult PendingCall::finish() {
   // A backward may continue into the inputs, whatever the caller's mode is by now.
   const c10::InferenceMode no_inference(false);
   const at::AutoGradMode grad_mode(true);

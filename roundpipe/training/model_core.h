@@ -30,6 +30,23 @@ struct CallResult {
   std::vector<runtime::Values> outputs;  // of each microbatch, if they were asked for
 };
 
+// A batch that was submitted for forward, loss and backward. Thread safety: that of its model, which it may outlive.
+class PendingCall {
+ public:
+  PendingCall(std::shared_ptr<runtime::Pipeline> pipeline, std::shared_ptr<runtime::Pipeline::Submitted> submitted)
+      : pipeline_(std::move(pipeline)), submitted_(std::move(submitted)) {}
+
+  // Waits for the losses; throws the call's error. Once. Where backwards leave their gradients in the parameters'
+  // `.grad`, waits for them, too.
+  CallResult finish();
+  // Of the batch so far.
+  std::vector<runtime::ExecutionRecord> records() const { return submitted_->log->records(); }
+
+ private:
+  std::shared_ptr<runtime::Pipeline> pipeline_;
+  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;
+};
+
 // The calls of one model of runtime layers: what the models of every language are faces of.
 //
 // Thread safety: one thread at a time, not a layer's or a loss's. Errors: see runtime::Pipeline.
@@ -46,11 +63,10 @@ class ModelCore {
   // mode, they carry a graph whose backward runs on the devices. In inference mode, nothing requires gradients.
   std::vector<runtime::Values> forward(const CallArguments& arguments, RunOptions options);
 
-  // A batch that was submitted for forward, loss and backward.
-  class Pending;
-  // Starts it. `refuses_nan_early`: a NaN loss is found on the device, before its gradients are used.
-  std::shared_ptr<Pending> submit(const CallArguments& arguments, RunOptions options, bool keep_outputs,
-                                  bool refuses_nan_early);
+  // Starts forward, loss and backward. `refuses_nan_early`: a NaN loss is found on the device, before its gradients are
+  // used.
+  std::shared_ptr<PendingCall> submit(const CallArguments& arguments, RunOptions options, bool keep_outputs,
+                                      bool refuses_nan_early);
 
   // Predicts the memory that submit() with these arguments would take, without making a step.
   MemoryPrediction predict_memory(const CallArguments& arguments, const RunOptions& options);
@@ -70,23 +86,6 @@ class ModelCore {
   std::shared_ptr<runtime::Pipeline> pipeline_;
   std::shared_ptr<StepMemory> memory_;  // of which notes of calls know
   bool checks_loss_;
-};
-
-// Thread safety: that of its model, which it may outlive.
-class ModelCore::Pending {
- public:
-  Pending(std::shared_ptr<runtime::Pipeline> pipeline, std::shared_ptr<runtime::Pipeline::Submitted> submitted)
-      : pipeline_(std::move(pipeline)), submitted_(std::move(submitted)) {}
-
-  // Waits for the losses; throws the call's error. Once. Where backwards leave their gradients in the parameters'
-  // `.grad`, waits for them, too.
-  CallResult finish();
-  // Of the batch so far.
-  std::vector<runtime::ExecutionRecord> records() const { return submitted_->log->records(); }
-
- private:
-  std::shared_ptr<runtime::Pipeline> pipeline_;
-  std::shared_ptr<runtime::Pipeline::Submitted> submitted_;
 };
 
 }  // namespace roundpipe

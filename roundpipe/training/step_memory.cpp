@@ -12,6 +12,7 @@
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/memory/crossing.h>
 #include <roundpipe/runtime/model/layer_sizes.h>
+#include <roundpipe/training/layer_meter.h>
 
 namespace roundpipe {
 
@@ -70,16 +71,6 @@ StepShape shape_of(const std::vector<Values>& inputs, const std::vector<std::sha
   shape.options = options;
   shape.savers = std::move(savers);
   return shape;
-}
-
-std::string MemoryPrediction::text() const {
-  const auto count = [&](Activations place) { return std::ranges::count(activations, place); };
-  MemoryRows beside;
-  if (measured_bytes && *measured_bytes > 0) beside = {{"measured so far", *measured_bytes}};
-  return concat(memory_table("on the fullest device:", rows_of(device), beside), "\n",
-                memory_table("on the host:", rows_of(host), {}), "\nactivations: ", count(Activations::kDevice),
-                " layers keep them, ", count(Activations::kHost), " are recomputed from inputs on the host, ",
-                count(Activations::kRecompute), " from a layer below");
 }
 
 StepMemory::StepMemory(runtime::Pipeline& pipeline, MemoryBudget budget)

@@ -13,8 +13,8 @@
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step_memory.h>
 #include <roundpipe/simulate/memory_simulator.h>
-#include <roundpipe/training/host_memory.h>
-#include <roundpipe/training/layer_meter.h>
+#include <roundpipe/training/loss_function.h>
+#include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
 
@@ -38,28 +38,6 @@ StepShape shape_of(const std::vector<runtime::Values>& inputs,
                    const std::vector<std::shared_ptr<const void>>& structures,
                    const std::vector<runtime::Values>& labels, LossFunction loss, schedule::PlanMode mode,
                    const RunOptions& options, std::vector<std::string> savers = {});
-
-// Where a layer's activations are between its forward and its backward.
-enum class Activations {
-  kDevice,     // the layer keeps them
-  kHost,       // its inputs wait there, and it is recomputed from them
-  kRecompute,  // from a layer below
-};
-
-// The predicted memory of a model's step, in bytes.
-struct MemoryPrediction {
-  // On the device with the highest peak, at that peak.
-  simulate::DeviceMemory device;
-  // The highest peak of any device since; unset until a step has run.
-  std::optional<int64_t> measured_bytes = std::nullopt;
-  // The model and its fused optimizer or, before there is one, a fused Adam with fp32 moments.
-  HostPrediction host;
-  RecomputeGrain recompute_grain = RecomputeGrain::kStage;
-  std::vector<Activations> activations;  // of each layer
-
-  // A table of all of it.
-  std::string text() const;
-};
 
 // What the user gives a model.
 struct MemoryBudget {

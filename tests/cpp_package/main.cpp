@@ -1,19 +1,11 @@
 // Trains a model of two layers for one step, on two virtual devices and by a plain loop, and compares bits.
-#include <cstdint>
 #include <cstdio>
-#include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include <ATen/Context.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/linear.h>
-#include <ATen/ops/randn.h>
-
-#include <roundpipe/device/device_spec.h>
-#include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/roundpipe.h>
+#include <torch/torch.h>
 
 using namespace roundpipe;
 
@@ -21,33 +13,7 @@ namespace {
 
 constexpr int64_t kWidth = 8;
 
-struct Linear final : runtime::Layer {
-  struct Shell final : runtime::LayerShell {
-    explicit Shell(const at::TensorOptions& options) {
-      for (int i = 0; i < 2; ++i) parameters.push_back(at::empty({0}, options));
-    }
-    runtime::Values forward(const runtime::Values& inputs, const runtime::LayerContext&) override {
-      return {{at::linear(inputs.tensors[0], parameters[0], parameters[1])}, inputs.structure};
-    }
-  };
-
-  at::Tensor weight = at::randn({kWidth, kWidth}).requires_grad_();
-  at::Tensor bias = at::randn({kWidth}).requires_grad_();
-
-  std::string name() const override { return "linear"; }
-  std::vector<memory::NamedTensor> parameters() const override { return {{"weight", weight}, {"bias", bias}}; }
-  std::vector<memory::NamedTensor> buffers() const override { return {}; }
-  std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
-    return std::make_unique<Shell>(at::TensorOptions().device(device));
-  }
-};
-
-struct Squares final : runtime::Loss {
-  std::vector<at::Tensor> operator()(const runtime::Values& outputs, const runtime::Values&,
-                                     const runtime::LayerContext&) override {
-    return {outputs.tensors[0].square().sum()};
-  }
-};
+at::Tensor squares(const at::Tensor& outputs) { return outputs.square().sum(); }
 
 template <typename Expected>
 bool throws(const std::string& message, auto action) {
@@ -62,50 +28,40 @@ bool throws(const std::string& message, auto action) {
 }  // namespace
 
 int main() {
-  at::manual_seed(1);
-  const std::vector<at::Tensor> batch{at::randn({4, kWidth}), at::randn({4, kWidth})};
-
-  std::vector<at::Tensor> leaves;
+  torch::manual_seed(1);
+  const at::Tensor batch = torch::randn({8, kWidth});
+  torch::nn::Linear first(kWidth, kWidth), second(kWidth, kWidth);
   std::vector<at::Tensor> expected;
-  std::vector<std::unique_ptr<runtime::Layer>> layers;
-  for (int i = 0; i < 2; ++i) {
-    auto layer = std::make_unique<Linear>();
-    for (const at::Tensor& parameter : {layer->weight, layer->bias}) {
-      leaves.push_back(parameter);
+  for (const auto& layer : {first, second}) {
+    for (const at::Tensor& parameter : layer->parameters())
       expected.push_back(parameter.detach().clone().requires_grad_());
-    }
-    layers.push_back(std::move(layer));
   }
 
-  runtime::Engine::set_current(device::parse_devices("virtual:2"));
-  const auto pipeline = std::make_shared<runtime::Pipeline>("application", std::move(layers), /*pinned=*/false);
-  runtime::CallOptions options;
-  options.microbatches = static_cast<int>(batch.size());
-  std::vector<runtime::Values> inputs;
-  for (const at::Tensor& microbatch : batch) inputs.push_back({{microbatch}, nullptr});
-  const auto train = [&] {
-    const auto result = pipeline->forward_backward(inputs, std::vector<runtime::Values>(batch.size()),
-                                                   std::make_shared<Squares>(), /*keep_outputs=*/false, options, {});
-    pipeline->drain();
-    return result;
-  };
-  const auto result = train();
-  pipeline->expose();
+  set_devices("virtual:2");
+  torch::nn::Sequential layers(first, second);
+  Model model(layers, {.run = {.microbatches = 2}});
+  const TrainResult result = model.forward_backward(batch, std::tuple<>(), squares);
 
-  bool same = true;
-  for (size_t i = 0; i < batch.size(); ++i) {
-    const at::Tensor middle = at::linear(batch[i], expected[0], expected[1]);
-    const at::Tensor loss = at::linear(middle, expected[2], expected[3]).square().sum();
+  at::Tensor sum;
+  for (const at::Tensor& part : batch.chunk(2)) {
+    const at::Tensor middle = torch::linear(part, expected[0], expected[1]);
+    const at::Tensor loss = squares(torch::linear(middle, expected[2], expected[3]));
     loss.backward();
-    same &= loss.equal(result.losses[i][0]);
+    sum = sum.defined() ? sum + loss.detach() : loss.detach();
   }
-  for (size_t i = 0; i < leaves.size(); ++i) same &= leaves[i].grad().equal(expected[i].grad());
+  bool same = sum.equal(result.loss);
+  const std::vector<at::Tensor> trained = layers->parameters();
+  for (size_t i = 0; i < trained.size(); ++i) same &= trained[i].grad().equal(expected[i].grad());
   std::printf("losses and gradients of a plain loop: %s\n", same ? "yes" : "no");
 
   // Types of exceptions are the same on both sides.
-  runtime::Engine::set_current(device::parse_devices("virtual:1,fail=error@2"));
-  bool caught = throws<DeviceError>("[virtual:0] the device failed", train);
-  caught &= throws<std::invalid_argument>("virtual:none", [] { device::parse_devices("virtual:none"); });
+  bool caught = throws<std::invalid_argument>("virtual:none", [] { set_devices("virtual:none"); });
+  caught &= throws<BudgetExceeded>("does not fit on the host", [&] { Model(layers, {.host_memory = 1}); });
+  set_devices("virtual:1,fail=error@2");
+  caught &= throws<DeviceError>("[virtual:0] the device failed", [&] {
+    model.forward_backward(batch, std::tuple<>(), squares);
+    model.synchronize();
+  });
   std::printf("errors of the engine: %s\n", caught ? "caught" : "not caught");
   return same && caught ? 0 : 1;
 }

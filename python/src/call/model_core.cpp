@@ -77,9 +77,9 @@ void bind_model_core(py::module_& module) {
       .attribute("recompute_grain", &MemoryPrediction::recompute_grain)
       .attribute("activations", &MemoryPrediction::activations)
       .def("text", &MemoryPrediction::text);
-  py::class_<ModelCore::Pending, std::shared_ptr<ModelCore::Pending>>(module, "PendingCall")
-      .def("finish", &ModelCore::Pending::finish, py::call_guard<py::gil_scoped_release>())
-      .def("records", &ModelCore::Pending::records);
+  py::class_<PendingCall, std::shared_ptr<PendingCall>>(module, "PendingCall")
+      .def("finish", &PendingCall::finish, py::call_guard<py::gil_scoped_release>())
+      .def("records", &PendingCall::records);
   py::class_<ModelCore, std::shared_ptr<ModelCore>>(module, "ModelCore")
       .def(py::init([](std::shared_ptr<Pipeline> pipeline, std::optional<int64_t> host_memory,
                        std::optional<int64_t> device_memory, bool measures, bool checks_loss) {

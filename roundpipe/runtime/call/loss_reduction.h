@@ -9,15 +9,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/runtime/call/run_options.h>
 #include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe::runtime {
-
-// How the losses of microbatches make up the loss of their batch.
-enum class LossReduction {
-  kSum,   // they are added
-  kMean,  // each is a mean over its rows, and has the weight of its share of the batch's rows
-};
 
 // The message for a NaN loss; `which` names it: " of microbatch 2".
 std::string nan_loss(const std::string& which);

@@ -9,7 +9,6 @@
 
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/call/cut.h>
-#include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/schedule/plan.h>
 #include <roundpipe/schedule/planner.h>
 
@@ -23,6 +22,12 @@ using Route = std::variant<std::monostate, schedule::Stages, schedule::Plan>;
 enum class TiedGradAccumulation {
   kLayer,       // over each layer's microbatches first, then over the layers (see BlockSum)
   kMicrobatch,  // over each microbatch's layers first, then over the microbatches (see memory::TiedSum)
+};
+
+// How the losses of microbatches make up the loss of their batch.
+enum class LossReduction {
+  kSum,   // they are added
+  kMean,  // each is a mean over its rows, and has the weight of its share of the batch's rows
 };
 
 }  // namespace roundpipe::runtime

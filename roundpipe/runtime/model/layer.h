@@ -11,15 +11,9 @@
 #include <roundpipe/core/export.h>
 #include <roundpipe/device/device.h>
 #include <roundpipe/memory/parameter_block.h>
+#include <roundpipe/runtime/model/values.h>
 
 namespace roundpipe::runtime {
-
-// The values between layers: the tensors, and the structure that a kind of layer needs to reassemble them (a pytree for
-// Python layers). The engine moves the tensors and passes the structure on unchanged.
-struct Values {
-  std::vector<at::Tensor> tensors;
-  std::shared_ptr<const void> structure;
-};
 
 // Identifies one execution of a layer.
 struct LayerContext {
