@@ -1,5 +1,8 @@
 #include "json_text.h"
 
+#include <array>
+#include <charconv>
+#include <cmath>
 #include <limits>
 #include <set>
 #include <stdexcept>
@@ -55,6 +58,74 @@ std::string print_json(const nlohmann::ordered_json& value, const std::string& w
   } catch (const json::exception& wrong) {
     throw std::invalid_argument(concat("[", where, "] a name or text is not UTF-8: ", shown(wrong.what())));
   }
+}
+
+std::string python_text(double number) {
+  if (std::isnan(number)) return "nan";
+  if (std::isinf(number)) return number > 0 ? "inf" : "-inf";
+  std::array<char, 32> buffer{};
+  const char* const end =
+      std::to_chars(buffer.data(), buffer.data() + buffer.size(), number, std::chars_format::scientific).ptr;
+  std::string_view text(buffer.data(), static_cast<size_t>(end - buffer.data()));  // "-1.25e-07"
+  std::string out(text.starts_with('-') ? "-" : "");
+  text.remove_prefix(out.size());
+  const size_t mark = text.find('e');
+  int exponent = 0;
+  std::from_chars(text.data() + mark + (text[mark + 1] == '+' ? 2 : 1), end, exponent);
+  std::string digits(1, text[0]);
+  if (mark > 2) digits += text.substr(2, mark - 2);
+  const auto count = static_cast<int>(digits.size());
+  if (exponent < -4 || exponent >= 16) {
+    return concat(out, digits[0], count > 1 ? "." : "", digits.substr(1), text.substr(mark));
+  }
+  if (exponent < 0) return concat(out, "0.", std::string(static_cast<size_t>(-exponent - 1), '0'), digits);
+  if (count <= exponent + 1)
+    return concat(out, digits, std::string(static_cast<size_t>(exponent + 1 - count), '0'), ".0");
+  const auto whole = static_cast<size_t>(exponent) + 1;
+  return concat(out, digits.substr(0, whole), ".", digits.substr(whole));
+}
+
+namespace {
+
+void print_as_python(const nlohmann::ordered_json& value, const std::string& where, std::string& out) {
+  const char* separator = "";
+  if (value.is_object()) {
+    out += '{';
+    for (const auto& [name, item] : value.items()) {
+      out += separator;
+      print_as_python(name, where, out);
+      out += ": ";
+      print_as_python(item, where, out);
+      separator = ", ";
+    }
+    out += '}';
+  } else if (value.is_array()) {
+    out += '[';
+    for (const auto& item : value) {
+      out += separator;
+      print_as_python(item, where, out);
+      separator = ", ";
+    }
+    out += ']';
+  } else if (value.is_number_float()) {
+    const auto number = value.get<double>();
+    if (!std::isfinite(number)) throw Error(concat("[", where, "] a number is ", number, ", which JSON does not have"));
+    out += python_text(number);
+  } else {
+    out += value.dump(-1, ' ', /*ensure_ascii=*/true);
+  }
+}
+
+}  // namespace
+
+std::string print_json_as_python(const nlohmann::ordered_json& value, const std::string& where) {
+  std::string out;
+  try {
+    print_as_python(value, where, out);
+  } catch (const json::exception& wrong) {
+    throw std::invalid_argument(concat("[", where, "] a name or text is not UTF-8: ", shown(wrong.what())));
+  }
+  return out;
 }
 
 const json& member(const json& object, const char* name, const std::string& where) {

@@ -22,6 +22,11 @@ nlohmann::json parse_json(std::string_view text, const std::string& where, const
 // `where`, for text that is not UTF-8.
 std::string print_json(const nlohmann::ordered_json& value, const std::string& where, bool one_line = false);
 
+// The same as Python's json module prints it, with all text in ASCII. Throws Error, too, for NaN and infinities.
+std::string print_json_as_python(const nlohmann::ordered_json& value, const std::string& where);
+// Python's text of a number: the fewest digits that give it back.
+std::string python_text(double number);
+
 // A member of an object, of any type or of one; an Error that names it where it is missing or another type.
 const nlohmann::json& member(const nlohmann::json& object, const char* name, const std::string& where);
 const nlohmann::json& member(const nlohmann::json& object, const char* name, nlohmann::json::value_t type,

@@ -258,13 +258,16 @@ class Check {
     if (bytes == 0) refuse("'", field, "' has an array of the type '", shown(type), "', which NumPy does not have");
     const json& shape = member(value, "shape", Type::array, where_);
     if (shape.size() > 64) refuse("'", field, "' has an array of ", shape.size(), " dimensions");
+    bool is_empty = false;
     for (const json& dimension : shape) {
       const int64_t size = count(dimension, "a dimension of an array", where_);
-      // Also where another one is 0.
-      if (size > std::max<int64_t>(1, found->second.bytes)) refuse("'", field, "' has an array larger than its tensor");
-      bytes = size != 0 && bytes > std::numeric_limits<int64_t>::max() / size ? -1 : bytes * size;
-      if (bytes < 0) break;
+      is_empty = is_empty || size == 0;
+      // Also where another dimension is 0.
+      if (size > 0 && bytes > std::numeric_limits<int64_t>::max() / size)
+        refuse("'", field, "' has an array larger than its tensor");
+      bytes *= std::max<int64_t>(1, size);
     }
+    if (is_empty) bytes = 0;
     if (bytes != found->second.bytes || found->second.dtype != at::kByte) {
       refuse("'", field, "' has an array of another size than its tensor");
     }

@@ -1,7 +1,6 @@
 #include <roundpipe/runs/state_encoding.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -10,6 +9,7 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/fingerprint.h>
 
 namespace roundpipe {
 
@@ -65,27 +65,50 @@ void require_utf8(const std::string& text, const std::string& path) {
   }
 }
 
-// torch's dtype of a NumPy array, by NumPy's name without the order of its bytes.
-at::ScalarType dtype_of_array(const std::string& name, const std::string& path) {
-  constexpr std::array<std::pair<std::string_view, at::ScalarType>, 14> kTypes{{{"b1", at::kBool},
-                                                                                {"i1", at::kChar},
-                                                                                {"i2", at::kShort},
-                                                                                {"i4", at::kInt},
-                                                                                {"i8", at::kLong},
-                                                                                {"u1", at::kByte},
-                                                                                {"u2", at::kUInt16},
-                                                                                {"u4", at::kUInt32},
-                                                                                {"u8", at::kUInt64},
-                                                                                {"f2", at::kHalf},
-                                                                                {"f4", at::kFloat},
-                                                                                {"f8", at::kDouble},
-                                                                                {"c8", at::kComplexFloat},
-                                                                                {"c16", at::kComplexDouble}}};
-  for (const auto& [own, type] : kTypes) {
-    if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
+// As Python prints a layout.
+const char* layout_text(at::Layout layout) {
+  switch (layout) {
+    case at::kStrided:
+      return "torch.strided";
+    case at::kSparse:
+      return "torch.sparse_coo";
+    case at::kSparseCsr:
+      return "torch.sparse_csr";
+    case at::kSparseCsc:
+      return "torch.sparse_csc";
+    case at::kSparseBsr:
+      return "torch.sparse_bsr";
+    case at::kSparseBsc:
+      return "torch.sparse_bsc";
+    case at::kMkldnn:
+      return "torch._mkldnn";
+    default:
+      return "torch.jagged";
   }
-  throw std::invalid_argument(concat("[load_checkpoint] ", path, " is a NumPy array of type ", checkpoint::shown(name),
-                                     ", which torch does not have; load it from Python"));
+}
+
+// As Python prints a key that stands within a tuple.
+std::string repr_of(const StateValue& key) {
+  const StateValue::Content& content = key.content();
+  if (key.is_none()) return "None";
+  if (const bool* const flag = std::get_if<bool>(&content)) return *flag ? "True" : "False";
+  if (const int64_t* const number = std::get_if<int64_t>(&content)) return std::to_string(*number);
+  if (const double* const number = std::get_if<double>(&content)) return checkpoint::python_text(*number);
+  if (const auto* const number = std::get_if<StateValue::LargeInt>(&content)) return number->digits;
+  if (const auto* const tuple = std::get_if<StateValue::Tuple>(&content)) {
+    std::string text;
+    for (const StateValue& item : tuple->items) text += concat(text.empty() ? "" : ", ", repr_of(item));
+    return concat("(", text, tuple->items.size() == 1 ? ",)" : ")");
+  }
+  const std::string* const text = std::get_if<std::string>(&content);
+  if (text == nullptr) return "?";
+  const char quote = text->find('\'') != std::string::npos && text->find('"') == std::string::npos ? '"' : '\'';
+  std::string quoted(1, quote);
+  for (const char letter : *text) {
+    if (letter == quote || letter == '\\') quoted += '\\';
+    quoted += letter == '\n' ? "\\n" : letter == '\r' ? "\\r" : letter == '\t' ? "\\t" : std::string(1, letter);
+  }
+  return quoted + quote;
 }
 
 StateValue::List decode_items(const json& items, const FindTensor& tensor, const std::string& path) {
@@ -103,22 +126,19 @@ StateValue decode_tagged(const json& value, const FindTensor& tensor, const std:
   // Of several names, one is the tag. Parsed objects do not keep their order.
   for (const char* const tag : {"array", "number"}) {
     if (!value.contains(tag)) continue;
-    const at::ScalarType type =
-        dtype_of_array(checkpoint::member(value, "dtype", json::value_t::string, path).get<std::string>(), path);
-    std::vector<int64_t> shape;
+    StateValue::Array array{tensor(value.at(tag).get<std::string>()),
+                            checkpoint::member(value, "dtype", json::value_t::string, path).get<std::string>(),
+                            {},
+                            tag == std::string_view("number")};
     for (const json& size : checkpoint::member(value, "shape", json::value_t::array, path))
-      shape.push_back(checkpoint::count(size, "a size", path));
-    return tensor(value.at(tag).get<std::string>()).contiguous().view(type).reshape(shape);
+      array.shape.push_back(checkpoint::count(size, "a size", path));
+    return array;
   }
   if (value.size() != 1) throw unknown();
   const auto only = value.begin();
   const std::string tag = only.key();
   const json& content = *only;
-  if (tag == "int") {
-    throw std::invalid_argument(concat("[load_checkpoint] ", path, " is the integer ",
-                                       checkpoint::shown(content.get<std::string>()),
-                                       ", expected one of 64 bits; load it from Python"));
-  }
+  if (tag == "int") return StateValue::LargeInt{content.get<std::string>()};
   if (tag == "float") {
     const std::string text = content.get<std::string>();
     if (text == "nan") return std::numeric_limits<double>::quiet_NaN();
@@ -134,14 +154,24 @@ StateValue decode_tagged(const json& value, const FindTensor& tensor, const std:
   for (const json& entry : content) {
     if (!entry.is_array() || entry.size() != 2) throw unknown();
     StateValue key = decode_state(entry[0], tensor, path + "'s key");
-    const std::string* const name = std::get_if<std::string>(&key.content());
-    StateValue decoded = decode_state(entry[1], tensor, concat(path, ".", name != nullptr ? *name : "?"));
+    StateValue decoded = decode_state(entry[1], tensor, concat(path, ".", text_of_key(key)));
     dict.emplace_back(std::move(key), std::move(decoded));
   }
   return dict;
 }
 
 }  // namespace
+
+std::string text_of_key(const StateValue& key) {
+  const std::string* const text = std::get_if<std::string>(&key.content());
+  return text != nullptr ? *text : repr_of(key);
+}
+
+void require_shallow(int depth, bool contains_itself, const std::string& path) {
+  if (depth <= kDeepest && !contains_itself) return;
+  throw std::invalid_argument(concat("[save_checkpoint] ", path, " contains itself, or is nested more than ", kDeepest,
+                                     " deep, expected plain values; leave it out of the state"));
+}
 
 ordered_json StateEncoder::encode(const StateValue& value, const std::string& path, bool copies_tensors) {
   copies_ = copies_tensors;
@@ -156,10 +186,6 @@ ordered_json StateEncoder::encode_items(const StateValue::List& items, const std
 }
 
 ordered_json StateEncoder::encode_within(const StateValue& value, const std::string& path, int depth) {
-  if (depth > kDeepest) {
-    throw std::invalid_argument(
-        concat("[save_checkpoint] ", path, " is nested more than ", kDeepest, " deep; leave it out of the state"));
-  }
   const StateValue::Content& content = value.content();
   if (const bool* const flag = std::get_if<bool>(&content)) return *flag;
   if (const int64_t* const number = std::get_if<int64_t>(&content)) return *number;
@@ -173,16 +199,21 @@ ordered_json StateEncoder::encode_within(const StateValue& value, const std::str
   }
   if (const auto* const bytes = std::get_if<StateValue::Bytes>(&content)) return {{"bytes", to_base64(bytes->data)}};
   if (const at::Tensor* const tensor = std::get_if<at::Tensor>(&content)) return {{"tensor", keep(*tensor, path)}};
+  if (const auto* const number = std::get_if<StateValue::LargeInt>(&content)) return {{"int", number->digits}};
+  if (const auto* const array = std::get_if<StateValue::Array>(&content)) {
+    return {{array->is_number ? "number" : "array", keep(array->bytes, path)},
+            {"dtype", array->dtype},
+            {"shape", array->shape}};
+  }
+  if (value.is_none()) return nullptr;
+  require_shallow(depth, false, path);
   if (const auto* const list = std::get_if<StateValue::List>(&content)) return encode_items(*list, path, depth);
   if (const auto* const tuple = std::get_if<StateValue::Tuple>(&content))
     return {{"tuple", encode_items(tuple->items, path, depth)}};
-  const auto* const dict = std::get_if<StateValue::Dict>(&content);
-  if (dict == nullptr) return nullptr;
   ordered_json entries = ordered_json::array();
-  for (const auto& [key, own] : *dict) {
-    ordered_json name = encode_within(key, path + "'s key", depth + 1);
-    const std::string text = name.is_string() ? name.get<std::string>() : name.dump();
-    ordered_json encoded = encode_within(own, concat(path, ".", text), depth + 1);
+  for (const auto& [key, own] : std::get<StateValue::Dict>(content)) {
+    ordered_json name = encode_within(key, concat(path, "'s key ", repr_of(key)), depth + 1);
+    ordered_json encoded = encode_within(own, concat(path, ".", text_of_key(key)), depth + 1);
     entries.push_back(ordered_json::array({std::move(name), std::move(encoded)}));
   }
   return {{"dict", std::move(entries)}};
@@ -190,8 +221,12 @@ ordered_json StateEncoder::encode_within(const StateValue& value, const std::str
 
 std::string StateEncoder::keep(const at::Tensor& tensor, const std::string& path) {
   if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_quantized() || tensor.is_meta()) {
-    throw std::invalid_argument(concat("[save_checkpoint] ", path,
-                                       " is no dense tensor with values, expected one; convert it, or leave it out"));
+    const std::string what = tensor.defined()
+                                 ? concat("a ", layout_text(tensor.layout()), " tensor on ", tensor.device())
+                                 : "a tensor that is not there";
+    throw std::invalid_argument(concat("[save_checkpoint] ", path, " is ", what,
+                                       ", expected a dense one with values; convert it with to_dense(), or leave it "
+                                       "out"));
   }
   std::string name = path;
   for (int count = 1; !names_.emplace(name, 0).second; ++count) name = concat(path, "#", count);
@@ -199,6 +234,25 @@ std::string StateEncoder::keep(const at::Tensor& tensor, const std::string& path
   if (copies_ && kept.is_alias_of(tensor)) kept = kept.clone();
   tensors_.emplace_back(name, std::move(kept));
   return name;
+}
+
+std::vector<std::string> tensor_names(const json& encoded) {
+  std::vector<std::string> names;
+  if (!encoded.is_structured()) return names;
+  for (const auto& [tag, content] : encoded.items()) {
+    if (encoded.is_object() && content.is_string() && (tag == "tensor" || tag == "array" || tag == "number")) {
+      names.push_back(content.get<std::string>());
+      continue;
+    }
+    for (std::string& name : tensor_names(content)) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+uint64_t fingerprint_of(const at::Tensor& tensor) {
+  const at::Tensor dense = tensor.detach().contiguous();
+  const std::string head = concat(dense.scalar_type(), dense.sizes());
+  return join_fingerprints(fingerprint(head.data(), head.size()), fingerprint(dense.const_data_ptr(), dense.nbytes()));
 }
 
 StateValue decode_state(const json& value, const FindTensor& tensor, const std::string& path) {

@@ -3,6 +3,7 @@
 #include <array>
 #include <stdexcept>
 
+#include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe {
@@ -10,9 +11,42 @@ namespace roundpipe {
 namespace {
 
 // In the order of StateValue::Content.
-constexpr std::array kNames{"None",     "a bool", "an integer", "a float",     "a string", "a string of bytes",
-                            "a tensor", "a list", "a tuple",    "a dictionary"};
+constexpr std::array kNames{"None",
+                            "a bool",
+                            "an integer",
+                            "a float",
+                            "a string",
+                            "a string of bytes",
+                            "a tensor",
+                            "a list",
+                            "a tuple",
+                            "a dictionary",
+                            "an integer of more than 64 bits",
+                            "a NumPy array"};
 static_assert(kNames.size() == std::variant_size_v<StateValue::Content>);
+
+// torch's dtype of a NumPy array, by NumPy's name without the order of its bytes.
+at::ScalarType dtype_of_array(const std::string& name) {
+  constexpr std::array<std::pair<std::string_view, at::ScalarType>, 14> kTypes{{{"b1", at::kBool},
+                                                                                {"i1", at::kChar},
+                                                                                {"i2", at::kShort},
+                                                                                {"i4", at::kInt},
+                                                                                {"i8", at::kLong},
+                                                                                {"u1", at::kByte},
+                                                                                {"u2", at::kUInt16},
+                                                                                {"u4", at::kUInt32},
+                                                                                {"u8", at::kUInt64},
+                                                                                {"f2", at::kHalf},
+                                                                                {"f4", at::kFloat},
+                                                                                {"f8", at::kDouble},
+                                                                                {"c8", at::kComplexFloat},
+                                                                                {"c16", at::kComplexDouble}}};
+  for (const auto& [own, type] : kTypes) {
+    if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
+  }
+  throw std::invalid_argument(concat("[checkpoint] a saved value is a NumPy array of the type ",
+                                     checkpoint::shown(name), ", which torch does not have; load it from Python"));
+}
 
 }  // namespace
 
@@ -35,7 +69,11 @@ double StateValue::as_double() const {
   return as<double>("a number");
 }
 const std::string& StateValue::as_string() const { return as<std::string>("a string"); }
-const at::Tensor& StateValue::as_tensor() const { return as<at::Tensor>("a tensor"); }
+at::Tensor StateValue::as_tensor() const {
+  if (const Array* const array = std::get_if<Array>(&content_))
+    return array->bytes.contiguous().view(dtype_of_array(array->dtype)).reshape(array->shape);
+  return as<at::Tensor>("a tensor");
+}
 
 const StateValue::List& StateValue::items() const {
   if (const Tuple* const tuple = std::get_if<Tuple>(&content_)) return tuple->items;

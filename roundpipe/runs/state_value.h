@@ -21,12 +21,23 @@ class ROUNDPIPE_API WrongStateType : public std::invalid_argument {
 };
 
 // A value of a program's own that a checkpoint holds: nothing, a number, a string, bytes, a tensor, or lists, tuples
-// and dictionaries of these. The Python package writes and reads the same values; its NumPy arrays arrive as tensors.
+// and dictionaries of these. The Python package writes and reads the same values.
 // Copies share tensors. Thread safety: one thread at a time.
 class StateValue {
  public:
   struct Bytes {
     std::string data;
+  };
+  // What only Python has: an integer of more than 64 bits, in digits; a NumPy array or number, by the name of its type,
+  // such as "<f4", and its bytes. as_tensor() reads both of these.
+  struct LargeInt {
+    std::string digits;
+  };
+  struct Array {
+    at::Tensor bytes;
+    std::string dtype;
+    std::vector<int64_t> shape;
+    bool is_number = false;
   };
   using List = std::vector<StateValue>;
   struct Tuple {
@@ -34,8 +45,8 @@ class StateValue {
   };
   // In the order of its entries.
   using Dict = std::vector<std::pair<StateValue, StateValue>>;
-  using Content =
-      std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, at::Tensor, List, Tuple, Dict>;
+  using Content = std::variant<std::monostate, bool, int64_t, double, std::string, Bytes, at::Tensor, List, Tuple, Dict,
+                               LargeInt, Array>;
 
   StateValue() = default;
   StateValue(bool value) : content_(value) {}
@@ -49,6 +60,8 @@ class StateValue {
   StateValue(List value) : content_(std::move(value)) {}
   StateValue(Tuple value) : content_(std::move(value)) {}
   StateValue(Dict value) : content_(std::move(value)) {}
+  StateValue(LargeInt value) : content_(std::move(value)) {}
+  StateValue(Array value) : content_(std::move(value)) {}
   // {{"position", 12}, {"seed", 7}}
   static StateValue dict(std::vector<std::pair<std::string, StateValue>> entries);
 
@@ -61,7 +74,8 @@ class StateValue {
   int64_t as_int() const;
   double as_double() const;
   const std::string& as_string() const;
-  const at::Tensor& as_tensor() const;
+  // Also of an array or a number of NumPy. Throws std::invalid_argument for a type that torch does not have.
+  at::Tensor as_tensor() const;
   // Of a list or a tuple.
   const List& items() const;
   const Dict& entries() const;

@@ -19,6 +19,7 @@
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/checkpoint/verify.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/fingerprint.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/state_check.h>
@@ -84,15 +85,15 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
   for (const FileRecord& record : manifest_.files) add_section(record.name);
   state_ = reading(path_of(kStateFile), [&] { return checkpoint::parse_json(text_, path_of(kStateFile), kLimits); });
   check_state_of(kOfAll, state_);
-  std::vector<json> states;
   for (size_t i = 0; i < texts_of_ranks_.size(); ++i) {
     const auto rank = static_cast<int64_t>(i);
     const std::string path = path_of(of_rank(kStateFile, rank));
-    states.push_back(reading(path, [&] { return checkpoint::parse_json(texts_of_ranks_[i], path, kLimits); }));
-    check_state_of(rank, states.back());
+    states_of_ranks_.push_back(
+        reading(path, [&] { return checkpoint::parse_json(texts_of_ranks_[i], path, kLimits); }));
+    check_state_of(rank, states_of_ranks_.back());
   }
-  if (!states.empty()) {
-    reading(folder_, [&] { check_ranges(states, sections_of_ranks_, section(kWeights), folder_); });
+  if (!states_of_ranks_.empty()) {
+    reading(folder_, [&] { check_ranges(states_of_ranks_, sections_of_ranks_, section(kWeights), folder_); });
   }
 }
 
@@ -168,6 +169,10 @@ StoredCheckpoint::Section StoredCheckpoint::state_tensor_places(int64_t rank) co
   return manifest_.find(file) == nullptr ? Section() : header(file);
 }
 
+const json& StoredCheckpoint::state(int64_t rank) const {
+  return rank == kOfAll || nodes() == 1 ? state_ : states_of_ranks_.at(static_cast<size_t>(rank));
+}
+
 const std::string& StoredCheckpoint::state_text(int64_t rank) const {
   return rank == kOfAll || nodes() == 1 ? text_ : texts_of_ranks_.at(static_cast<size_t>(rank));
 }
@@ -191,20 +196,29 @@ const StoredTensor& StoredCheckpoint::place(const std::string& section_name, con
                                  section_name, " files, expected it, as its state says; use another checkpoint"));
 }
 
-std::map<std::string, at::Tensor> StoredCheckpoint::state_tensors(int64_t rank) const {
+const std::map<std::string, at::Tensor>& StoredCheckpoint::state_tensors(int64_t rank) {
+  if (nodes() == 1) rank = kOfAll;
+  const auto found = values_.find(rank);
+  if (found != values_.end()) return found->second;
   std::map<std::string, at::Tensor> values;
-  const std::string file = of_rank(kStateTensors, nodes() == 1 ? kOfAll : rank);
-  for (const auto& [name, tensor] : state_tensor_places(nodes() == 1 ? kOfAll : rank))
-    values[name] = at::empty(tensor.shape, tensor.dtype);
-  if (!values.empty()) read_files({{file, {values.begin(), values.end()}}});
-  return values;
+  for (const auto& [name, tensor] : state_tensor_places(rank)) values[name] = at::empty(tensor.shape, tensor.dtype);
+  if (!values.empty()) read_files({{of_rank(kStateTensors, rank), {values.begin(), values.end()}}});
+  return values_[rank] = std::move(values);
 }
 
-StateValue StoredCheckpoint::value(const json& encoded, const std::string& path) {
-  if (!values_) values_ = state_tensors();
-  return reading(path_of(kStateFile), [&] {
-    return decode_state(encoded, [&](const std::string& name) { return values_->at(name); }, path);
+StateValue StoredCheckpoint::value(const json& encoded, const std::string& path, int64_t rank) {
+  const std::map<std::string, at::Tensor>& tensors = state_tensors(rank);
+  return reading(path_of(of_rank(kStateFile, nodes() == 1 ? kOfAll : rank)), [&] {
+    return decode_state(encoded, [&](const std::string& name) { return tensors.at(name); }, path);
   });
+}
+
+uint64_t StoredCheckpoint::fingerprint(const json& encoded, int64_t rank) {
+  const std::string text = encoded.dump();
+  uint64_t print = roundpipe::fingerprint(text.data(), text.size());
+  for (const std::string& name : tensor_names(encoded))
+    print = join_fingerprints(print, fingerprint_of(state_tensors(rank).at(name)));
+  return print;
 }
 
 void StoredCheckpoint::read(const Destinations& destinations) const {

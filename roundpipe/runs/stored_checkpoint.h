@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <functional>
 #include <map>
-#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -53,17 +52,17 @@ class StoredCheckpoint {
   int64_t step() const { return manifest_.step; }
   // The processes that have written it.
   int64_t nodes() const { return manifest_.nodes; }
-  const nlohmann::json& state() const { return state_; }
-  // The text of state.json or, with a rank, of that rank's.
+  // What state.json holds or, with a rank, that rank's; and its text, which has the order of names.
+  const nlohmann::json& state(int64_t rank = kOfAll) const;
   const std::string& state_text(int64_t rank = kOfAll) const;
   // The tensors of a section that all nodes have together; empty for one that is not there.
   const Section& section(const std::string& name) const;
   // All sections or, with a rank, those of which each rank has its own.
   const Sections& sections(int64_t rank = kOfAll) const;
-  // Decodes a value of the state.
-  StateValue value(const nlohmann::json& encoded, const std::string& path);
-  // The tensors that the values of a state refer to, read and verified.
-  std::map<std::string, at::Tensor> state_tensors(int64_t rank = kOfAll) const;
+  // Decodes a value of a state.
+  StateValue value(const nlohmann::json& encoded, const std::string& path, int64_t rank = kOfAll);
+  // A fingerprint of such a value: the same for the same values in the states of any ranks.
+  uint64_t fingerprint(const nlohmann::json& encoded, int64_t rank = kOfAll);
 
   // Reads tensors, several files at a time, and verifies each file that has one of them. Throws std::invalid_argument
   // for another shape, before anything is read. Interruptible.
@@ -85,6 +84,8 @@ class StoredCheckpoint {
   Section header(const std::string& file) const;
   Section state_tensor_places(int64_t rank) const;
   void check_state_of(int64_t rank, const nlohmann::json& state) const;
+  // The tensors that the values of a state refer to, read and verified the first time.
+  const std::map<std::string, at::Tensor>& state_tensors(int64_t rank);
   std::string path_of(const std::string& file) const;
   const checkpoint::FileRecord& record_of(const std::string& file) const;
   const StoredTensor& place(const std::string& section, const std::string& name) const;
@@ -107,8 +108,9 @@ class StoredCheckpoint {
   Sections sections_;
   // By rank, of several nodes.
   std::vector<std::string> texts_of_ranks_;
+  std::vector<nlohmann::json> states_of_ranks_;
   std::vector<Sections> sections_of_ranks_;
-  std::optional<std::map<std::string, at::Tensor>> values_;
+  std::map<int64_t, std::map<std::string, at::Tensor>> values_;  // by rank
 };
 
 // The checkpoint itself, or those of a run's folder that are complete, newest first.

@@ -75,11 +75,14 @@ def to_dcp(source: Path, out: Path) -> None:
     if optimizer is not None:
         if "state_dict" in optimizer:
             names = [name for group in optimizer["param_groups"] for name in group["params"]]
-            saved = stored.value(optimizer["state_dict"], "optimizer")
+            saved = stored.value("optimizer", "state_dict", path="optimizer")
             state = {names[index]: entry for index, entry in saved.items()}
         groups = [
-            {**stored.value(group["options"], "optimizer"), "params": group["params"]}
-            for group in optimizer["param_groups"]
+            {
+                **stored.value("optimizer", "param_groups", index, "options", path="optimizer"),
+                "params": group["params"],
+            }
+            for index, group in enumerate(optimizer["param_groups"])
         ]
         whole["optim"] = {"state": state, "param_groups": groups}
     with new_folder(out, "checkpoint") as folder:

@@ -20,7 +20,6 @@ from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
-from roundpipe.saving.encoding import Encoder
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import random_states
 from roundpipe.step.binding import BoundOptimizer
@@ -75,9 +74,9 @@ class Capture:
     size: int = 1
     sections: dict[str, list[Item]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    encoder: Encoder = field(default_factory=Encoder)
+    encoder: _core.StateEncoder = field(default_factory=_core.StateEncoder)
     own_state: dict[str, Any] = field(default_factory=dict)
-    own_encoder: Encoder = field(default_factory=Encoder)
+    own_encoder: _core.StateEncoder = field(default_factory=_core.StateEncoder)
     files: dict[str, str] = field(default_factory=dict)
     snapshot: _core.Snapshot | None = None
     late: list[tuple[_core.FunctionRun, Callable[[], None]]] = field(default_factory=list)
@@ -98,7 +97,7 @@ class Capture:
         for encoder in self._encoders():
             yield from encoder.tensors.values()
 
-    def _encoders(self) -> list[Encoder]:
+    def _encoders(self) -> list[_core.StateEncoder]:
         return [self.encoder] if self.size == 1 else [self.encoder, self.own_encoder]
 
     def copy_plain(self) -> None:
@@ -106,7 +105,7 @@ class Capture:
         for section, items in self.sections.items():
             self.sections[section] = [_copied(item) for item in items]
         for encoder in self._encoders():
-            encoder.tensors = {name: tensor.clone() for name, tensor in encoder.tensors.items()}
+            encoder.copy_tensors()
 
     def finish(self) -> None:
         """Waits for what is in motion, and completes sections and state. Not on the caller's thread.
@@ -133,7 +132,7 @@ class Capture:
     def common_digest(self) -> str:
         """A checksum of what is to be the same on all ranks."""
         common = {key: value for key, value in self.state.items() if key not in ("versions", "devices")}
-        digest = hashlib.sha256(json.dumps(common, sort_keys=True).encode())
+        digest = hashlib.sha256(_core.state_text(common).encode())
         for name, tensor in sorted(self.encoder.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor))
         return digest.hexdigest()
@@ -274,7 +273,7 @@ class Capture:
         }
 
 
-def _encoded(encoder: Encoder, value: Any, path: str) -> dict[str, Any]:
+def _encoded(encoder: _core.StateEncoder, value: Any, path: str) -> dict[str, Any]:
     if hasattr(value, "state_dict"):
         return {"state_dict": encoder.encode(value.state_dict(), path)}
     return {"value": encoder.encode(value, path)}
@@ -325,7 +324,9 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
         fp16_accumulation=devices().fp16_accumulation,
         dtypes={name: str(parameter.dtype).removeprefix("torch.") for name, parameter in names.parameters.items()},
         outside={
-            name: _core.sampled_checksum(names.parameters[name]) for name in names.outside if name in names.parameters
+            name: _core.sampled_checksum(parameter)
+            for name, parameter in names.parameters.items()
+            if name in names.outside
         },
         tied=dict(_tied(model, names)),
     )

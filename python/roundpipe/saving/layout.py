@@ -9,7 +9,6 @@ from typing import Any
 
 from roundpipe import _core
 from roundpipe.saving.capture import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Capture, Item
-from roundpipe.saving.encoding import Encoder
 
 _SHARD_BYTES = 5_000_000_000
 STATE_FILE = "state.json"
@@ -50,7 +49,7 @@ def files_of(capture: Capture) -> Iterator[File]:
             yield _laid_out(STATE_TENSORS if rank is None else _core.of_rank(STATE_TENSORS, rank), values)
 
 
-def _states_of(capture: Capture) -> Iterator[tuple[int | None, dict[str, Any], Encoder]]:
+def _states_of(capture: Capture) -> Iterator[tuple[int | None, dict[str, Any], _core.StateEncoder]]:
     """What this rank writes beside the sections: its rank, None for what is of all ranks; values; their tensors."""
     if capture.rank == 0:
         yield None, capture.state, capture.encoder
@@ -79,7 +78,7 @@ def texts_of(capture: Capture, files: Sequence[File]) -> dict[str, str]:
     """The contents of the small files that this rank writes, by name."""
     texts = {**capture.files, **_indexes(files)} if capture.rank == 0 else {}
     for rank, state, _ in _states_of(capture):
-        texts[STATE_FILE if rank is None else _core.of_rank(STATE_FILE, rank)] = json.dumps(state)
+        texts[STATE_FILE if rank is None else _core.of_rank(STATE_FILE, rank)] = _core.state_text(state)
     return texts
 
 

@@ -54,7 +54,7 @@ class OwnState:
         states = self._stored.ranks
         if any(name not in state.values["state"] for state in states):
             return False
-        return len({state.digest(next(iter(state.values["state"][name].values()))) for state in states}) == 1
+        return len({state.fingerprint("state", name, _kind(state.values["state"][name])) for state in states}) == 1
 
     def check(self, strict: bool) -> None:
         """Raises ValueError for what another number of ranks cannot have."""
@@ -78,7 +78,7 @@ class OwnState:
 
     def value(self, name: str) -> Any:
         """Decodes a value of `state=`."""
-        return self._state.decoded(next(iter(self.values[name].values())), f"state.{name}")
+        return self._state.value("state", name, _kind(self.values[name]), path=f"state.{name}")
 
     def seed(self, path: str) -> int:
         """The seed of a part of the model."""
@@ -90,13 +90,13 @@ class OwnState:
 
     def random_states(self) -> dict[str, Any]:
         """The states of random number generators from which this process takes or derives its own."""
-        saved: dict[str, Any] = self._state.decoded(self._state.values["random"], "random")
+        saved: dict[str, Any] = self._state.value("random", path="random")
         return saved
 
     def restore_random_states(self, saved: dict[str, Any]) -> None:
         """Sets the process's random number generators by `random_states`."""
         states = self._stored.ranks
-        alike = len(states) > 1 and len({state.digest(state.values["random"]) for state in states}) == 1
+        alike = len(states) > 1 and len({state.fingerprint("random") for state in states}) == 1
         if self._is_there or alike:
             restore_random_states(saved)
             return
@@ -106,6 +106,10 @@ class OwnState:
             "states that are derived from those of rank 0",
             file=sys.stderr,
         )
+
+
+def _kind(entry: dict[str, Any]) -> str:
+    return next(iter(entry))
 
 
 def _ranks(count: int) -> str:

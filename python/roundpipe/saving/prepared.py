@@ -55,12 +55,14 @@ def prepared(
     groups = [] if optimizer is None else _groups(stored, names, optimizer)
     of_torch: dict[Any, Any] = {}
     if optimizer is not None and "state_dict" in state["optimizer"]:
-        of_torch = stored.value(state["optimizer"]["state_dict"], "optimizer")
+        of_torch = stored.value("optimizer", "state_dict", path="optimizer")
     saved = state.get("lr_schedulers", [])
-    schedules = [stored.value(next(iter(each.values())), f"lr_schedulers[{i}]") for i, each in enumerate(saved)]
+    schedules = [
+        stored.value("lr_schedulers", i, next(iter(each)), path=f"lr_schedulers[{i}]") for i, each in enumerate(saved)
+    ]
     for scheduler, value in zip(schedulers, schedules, strict=True):
         _require_alike(_present(value, "lr_schedulers"), scheduler.state_dict(), "lr_schedulers")
-    of_scaler = {} if scaler is None else stored.value(state["scaler"], "scaler")
+    of_scaler = {} if scaler is None else stored.value("scaler", path="scaler")
     if scaler is not None and scaler.is_enabled() and not of_scaler["state"]:
         raise ValueError(
             f"[load_checkpoint] {stored.folder} was saved with a scaler that was disabled, expected a disabled one; "
@@ -90,7 +92,7 @@ def _groups(stored: StoredCheckpoint, names: ModelNames, optimizer: Any) -> list
                 "one, expected the same in the same order; make the optimizer as it was"
             )
         path = f"optimizer.param_groups[{index}]"
-        options.append(stored.value(group["options"], path))
+        options.append(stored.value("optimizer", "param_groups", index, "options", path=path))
         _require_alike(_present(options[-1], path), ours, path)
         if isinstance(optimizer, BoundOptimizer):
             optimizer.hyperparameters(ours | options[-1])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,44 +14,36 @@ import torch
 
 from roundpipe import _core
 from roundpipe.saving.capture import OPTIMIZER, WEIGHTS
-from roundpipe.saving.encoding import decode, tensor_names
 from roundpipe.saving.layout import STATE_FILE
 
 # What Python raises for values of other types and ranges than it takes.
 _OF_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-@dataclass
 class State:
     """Values of a checkpoint: those of all ranks, or of one.
+
+    Args:
+        core: the checkpoint.
+        rank: whose they are; -1 for all.
 
     Attributes:
         values: encoded, by name.
         tensors: what this rank alone has in files, by section and name.
     """
 
-    values: dict[str, Any]
-    _read_tensors: Callable[[], dict[str, torch.Tensor]]
-    tensors: dict[str, dict[str, _core.StoredTensor]] = field(default_factory=dict)
-    _read: dict[str, torch.Tensor] | None = None
+    def __init__(self, core: _core.StoredCheckpoint, rank: int = -1) -> None:
+        self._core, self._rank = core, rank
+        self.values: dict[str, Any] = json.loads(core.state_text(rank))
+        self.tensors = core.sections(rank)
 
-    def _values_tensors(self) -> dict[str, torch.Tensor]:
-        if self._read is None:
-            self._read = self._read_tensors()
-        return self._read
+    def value(self, *keys: str | int, path: str) -> Any:
+        """Decodes what lies under these names of `values` and numbers in lists. `path` names it in messages."""
+        return self._core.value(list(keys), path, self._rank)
 
-    def decoded(self, encoded: Any, path: str) -> Any:
-        """Decodes a value of this state."""
-        return decode(encoded, self._values_tensors(), path)
-
-    def digest(self, encoded: Any) -> str:
+    def fingerprint(self, *keys: str | int) -> int:
         """The same for the same values, in the states of any ranks."""
-        digest = hashlib.sha256(json.dumps(encoded, sort_keys=True).encode())
-        for name in tensor_names(encoded):
-            tensor = self._values_tensors()[name]
-            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        return self._core.fingerprint(list(keys), self._rank)
 
 
 @dataclass(frozen=True)
@@ -106,21 +96,17 @@ class StoredCheckpoint:
         self.ranks: list[State] = []
         self.parts: dict[str, list[Part]] = {}
         with self.as_damage():
-            self.state: dict[str, Any] = json.loads(core.state_text())
-            self._whole = State(self.state, core.state_tensors, self.tensors)
+            self._whole = State(core)
+            self.state = self._whole.values
             if weights_only:
                 return
-            self.ranks = [self._whole] if self.nodes == 1 else [self._state_of(rank) for rank in range(self.nodes)]
+            self.ranks = [self._whole] if self.nodes == 1 else [State(core, rank) for rank in range(self.nodes)]
         for state in self.ranks:
             for key, tensor in state.tensors.get(OPTIMIZER, {}).items():
                 first, last = (0, None) if self.nodes == 1 else state.values["ranges"][key.rsplit("/", 1)[0]]
                 self.parts.setdefault(key, []).append(Part(tensor, first, last))
         for parts in self.parts.values():
             parts.sort(key=lambda part: part.first)
-
-    def _state_of(self, rank: int) -> State:
-        core = self._core
-        return State(json.loads(core.state_text(rank)), partial(core.state_tensors, rank), core.sections(rank))
 
     @contextmanager
     def as_damage(self) -> Iterator[None]:
@@ -167,9 +153,9 @@ class StoredCheckpoint:
             )
         return self.parts[key]
 
-    def value(self, encoded: Any, path: str) -> Any:
-        """Decodes a value of `state`."""
-        return self._whole.decoded(encoded, path)
+    def value(self, *keys: str | int, path: str) -> Any:
+        """Decodes a value of `state`, see `State.value`."""
+        return self._whole.value(*keys, path=path)
 
     def read(self, destinations: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Reads whole tensors, by section and name, see `read_files`."""

@@ -5,6 +5,7 @@
 #include <roundpipe/runs/run_folders.h>
 
 #include "bindings.h"
+#include "state_values.h"
 
 namespace roundpipe::python {
 
@@ -36,6 +37,32 @@ void read_files(const StoredCheckpoint& stored, const Triples& destinations) {
   stored.read_files(by_file);
 }
 
+// The part of a rank's state that lies under `keys`: names of objects, and numbers in lists.
+const nlohmann::json& found(const StoredCheckpoint& stored, const py::list& keys, int64_t rank) {
+  const nlohmann::json* found = &stored.state(rank);
+  for (const py::handle key : keys) {
+    const bool is_name = py::isinstance<py::str>(key);
+    found = is_name ? &found->at(key.cast<std::string>()) : &found->at(key.cast<size_t>());
+  }
+  return *found;
+}
+
+py::object value(StoredCheckpoint& stored, const py::list& keys, const std::string& path, int64_t rank) {
+  const nlohmann::json& encoded = found(stored, keys, rank);
+  StateValue decoded;
+  {
+    const py::gil_scoped_release unlocked;
+    decoded = stored.value(encoded, path, rank);
+  }
+  return python_value(decoded);
+}
+
+uint64_t fingerprint(StoredCheckpoint& stored, const py::list& keys, int64_t rank) {
+  const nlohmann::json& encoded = found(stored, keys, rank);
+  const py::gil_scoped_release unlocked;
+  return stored.fingerprint(encoded, rank);
+}
+
 using Ranges = std::map<std::string, std::vector<std::tuple<std::string, int64_t, at::Tensor>>>;
 
 void read_ranges(const StoredCheckpoint& stored, const Ranges& ranges) {
@@ -65,8 +92,8 @@ void bind_stored_checkpoint(py::module_& module) {
       .def_property_readonly("manifest", &StoredCheckpoint::manifest)
       .def("state_text", &StoredCheckpoint::state_text, py::arg("rank") = kOfAll)
       .def("sections", &StoredCheckpoint::sections, py::arg("rank") = kOfAll)
-      .def("state_tensors", &StoredCheckpoint::state_tensors, py::arg("rank") = kOfAll,
-           py::call_guard<py::gil_scoped_release>())
+      .def("value", &value, py::arg("keys"), py::arg("path"), py::arg("rank") = kOfAll)
+      .def("fingerprint", &fingerprint, py::arg("keys"), py::arg("rank") = kOfAll)
       .def("read_files", &read_files, py::arg("destinations"), py::call_guard<py::gil_scoped_release>())
       .def("read_ranges", &read_ranges, py::arg("ranges"), py::call_guard<py::gil_scoped_release>())
       .def("require_whole", &StoredCheckpoint::require_whole, py::arg("sections"),

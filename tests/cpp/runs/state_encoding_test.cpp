@@ -5,6 +5,7 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
 
 using namespace roundpipe;
@@ -64,7 +65,7 @@ TEST_SUITE("state encoding") {
     }
   }
 
-  TEST_CASE("arrays of NumPy are read as tensors, and what only Python has is refused") {
+  TEST_CASE("what only Python has comes back, and arrays of NumPy are read as tensors") {
     const auto find = [](const std::string& /*name*/) { return at::tensor({1.5F, 2.5F}).view(at::kByte); };
     const auto decode = [&](const char* text) { return decode_state(nlohmann::json::parse(text), find, "state.x"); };
     const StateValue array = decode(R"({"array": "a", "dtype": "<f4", "shape": [2, 1]})");
@@ -74,12 +75,51 @@ TEST_SUITE("state encoding") {
       CAPTURE(text);
       CHECK_THROWS_AS(decode(text), Error);
     }
-    // No damage: Python loads them.
-    for (const char* const text :
-         {R"({"array": "a", "dtype": ">f4", "shape": [2]})", R"({"int": "99999999999999999999"})"}) {
-      CAPTURE(text);
-      CHECK_THROWS_AS(decode(text), std::invalid_argument);
-    }
+    const StateValue large = decode(R"({"int": "99999999999999999999"})");
+    const StateValue turned = decode(R"({"number": "a", "dtype": ">f4", "shape": [2]})");
+    CHECK_THROWS_AS(large.as_int(), WrongStateType);
+    CHECK_THROWS_WITH_AS(turned.as_tensor(), doctest::Contains(">f4"), std::invalid_argument);
+    StateEncoder encoder;
+    CHECK(encoder.encode(large, "v").dump() == R"({"int":"99999999999999999999"})");
+    CHECK(encoder.encode(turned, "v").dump() == R"({"number":"v","dtype":">f4","shape":[2]})");
+    CHECK(at::equal(encoder.tensors()[0].second, find("")));
+  }
+
+  TEST_CASE("tensors are named by their keys as Python prints them") {
+    using Tuple = StateValue::Tuple;
+    const at::Tensor tensor = at::ones(1);
+    const StateValue value = StateValue::Dict{
+        {"a.b", tensor}, {7, tensor},  {1e16, tensor},       {0.1, tensor},
+        {true, tensor},  {{}, tensor}, {Tuple{{1}}, tensor}, {Tuple{{"it's", "\"'", "a\\\n", -2.0}}, tensor}};
+    StateEncoder encoder;
+    const nlohmann::ordered_json encoded = encoder.encode(value, "v");
+    const std::vector<std::string> names = tensor_names(nlohmann::json::parse(encoded.dump()));
+    const std::vector<std::string> expected{"v.a.b",  "v.7",    "v.1e+16", "v.0.1",
+                                            "v.True", "v.None", "v.(1,)",  R"(v.("it's", '"\'', 'a\\\n', -2.0))"};
+    CHECK(names == expected);
+  }
+
+  TEST_CASE("numbers and texts are printed as Python prints them") {
+    using checkpoint::python_text;
+    const std::vector<std::pair<double, const char*>> numbers{{0.0, "0.0"},
+                                                              {-0.0, "-0.0"},
+                                                              {3.0, "3.0"},
+                                                              {0.1, "0.1"},
+                                                              {1e15, "1000000000000000.0"},
+                                                              {1e16, "1e+16"},
+                                                              {1.5e16, "1.5e+16"},
+                                                              {123456.75, "123456.75"},
+                                                              {0.0001, "0.0001"},
+                                                              {-1.25e-5, "-1.25e-05"},
+                                                              {5e-324, "5e-324"},
+                                                              {1.7976931348623157e308, "1.7976931348623157e+308"}};
+    for (const auto& [number, text] : numbers) CHECK(python_text(number) == text);
+    const nlohmann::ordered_json value{
+        {"b", {1, 2.5, nullptr, true}}, {"a", "\u00fc\"\n\x7f"}, {"none", nlohmann::ordered_json::object()}};
+    CHECK(checkpoint::print_json_as_python(value, "x") ==
+          R"({"b": [1, 2.5, null, true], "a": "\u00fc\"\n\u007f", "none": {}})");
+    CHECK_THROWS_AS(checkpoint::print_json_as_python(std::nan(""), "x"), Error);
+    CHECK_THROWS_AS(checkpoint::print_json_as_python("\xff", "x"), std::invalid_argument);
   }
 
   TEST_CASE("what cannot be saved is refused with its path") {

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,7 +18,6 @@ from torch import nn
 import roundpipe
 from resumable import Recipe, Training, assert_same_state
 from roundpipe import RoundPipe, RoundPipeError, _core
-from roundpipe.saving.encoding import Encoder, decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -246,18 +246,19 @@ def test_what_is_given_may_change_at_once(trained: Training, tmp_path: Path) -> 
     assert not stored["state.averages.nested[0]"].any()
 
 
-def test_what_is_encoded_comes_back() -> None:
+def test_what_is_saved_comes_back(trained: Training, tmp_path: Path) -> None:
     value = {
         "numbers": [0, -1, 2**63, -(2**80), 1.5, float("nan"), float("-inf"), True, None],
         3: ("text", b"\x00", (), []),
         (1, "a"): {"nested": {}},
         "tensor": torch.arange(6).reshape(2, 3).t(),
         "bf16": torch.ones(2, dtype=torch.bfloat16),
+        "arrays": [numpy.arange(6, dtype=">i4").reshape(2, 3), numpy.ones((0, 3), dtype="c16"), numpy.float16(0.5)],
     }
-    encoder = Encoder()
-    text = json.dumps(encoder.encode(value, "value"))
-    back = decode(json.loads(text), encoder.tensors)
+    roundpipe.save_checkpoint(tmp_path, trained.model, trained.optimizer, state={"mine": value}, wait=True)
+    back = roundpipe.load_checkpoint(tmp_path, trained.model, trained.optimizer).state["mine"]
     assert repr(back) == repr(value)
+    assert back["arrays"][0].dtype == ">i4" and type(back["arrays"][2]) is numpy.float16
 
 
 def test_arguments_are_checked(trained: Training, tmp_path: Path) -> None:
