@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
     from roundpipe.runs.journal import RunJournal, read_journal
     from roundpipe.runs.stop_signal import StopSignal
-    from roundpipe.saving.folders import latest
-    from roundpipe.saving.load import Loaded, load_checkpoint
+    from roundpipe.saving.load import Loaded, latest, load_checkpoint
     from roundpipe.saving.save import Save, SaveReport, save_checkpoint
     from roundpipe.step.binding import Step
     from roundpipe.step.optimizer_context import OptimizerCtx
@@ -59,7 +58,7 @@ _PUBLIC = {
     "from_pretrained": "huggingface.pretrained",
     "get_recompute_data": "layers.recompute",
     "host_arena": "memory.host",
-    "latest": "saving.folders",
+    "latest": "saving.load",
     "load_checkpoint": "saving.load",
     "read_journal": "runs.journal",
     "save_checkpoint": "saving.save",

@@ -29,7 +29,6 @@ void bind_run_folder(pybind11::module_& module);
 void bind_saving(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_state_values(pybind11::module_& module);
-void bind_step_writer(pybind11::module_& module);
 void bind_stored_checkpoint(pybind11::module_& module);
 void bind_training_options(pybind11::module_& module);
 

@@ -17,7 +17,8 @@ struct InterpreterState {
   const py::gil_scoped_release unlocked;
 };
 
-// The exception object that a Python program sees for `error`. REQUIRES: the interpreter lock.
+}  // namespace
+
 py::object exception_object(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
@@ -31,8 +32,6 @@ py::object exception_object(const std::exception_ptr& error) {
   if (fetched.trace()) PyException_SetTraceback(value.ptr(), fetched.trace().ptr());
   return value;
 }
-
-}  // namespace
 
 std::shared_ptr<void> PythonFrontend::attach_thread() { return std::make_shared<InterpreterState>(); }
 

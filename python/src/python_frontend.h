@@ -6,6 +6,9 @@
 
 namespace roundpipe::python {
 
+// The exception object that a Python program sees for `error`. REQUIRES: the interpreter lock.
+pybind11::object exception_object(const std::exception_ptr& error);
+
 // The engine's interface to Python. Every method takes the interpreter lock itself.
 class PythonFrontend final : public Frontend {
  public:

@@ -4,7 +4,9 @@
 #include <array>
 #include <unordered_map>
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
+#include <ATen/DeviceAccelerator.h>
 #include <ATen/Version.h>
 #include <torch/version.h>
 
@@ -55,6 +57,22 @@ std::string tuple_text(at::IntArrayRef sizes) {
   std::string text = "(";
   for (size_t i = 0; i < sizes.size(); ++i) text += concat(i == 0 ? "" : ", ", sizes[i]);
   return text + (sizes.size() == 1 ? ",)" : ")");
+}
+
+at::Tensor state_of_default(c10::Device device) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void set_state_of_default(c10::Device device, const at::Tensor& state) {
+  at::Generator generator = at::globalContext().defaultGenerator(device);
+  const std::lock_guard lock(generator.mutex());
+  generator.set_state(state);
+}
+
+int count_of(std::optional<c10::DeviceType> accelerator) {
+  return accelerator ? static_cast<int>(at::accelerator::deviceCount()) : 0;
 }
 
 }  // namespace
@@ -112,7 +130,8 @@ std::optional<int64_t> chunk_logit_bytes(Model& model) {
 Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : names_(model, leaves_out) {
   const runtime::Pipeline& pipeline = *model.shared_pipeline();
   pipeline.wait_buffers();
-  for (const auto& [name, buffer] : names_.buffers) add(kWeights, {name, buffer.detach().clone(), std::nullopt});
+  for (const auto& [name, buffer] : names_.buffers)
+    contents_->add(kWeights, {name, buffer.detach().clone(), std::nullopt});
   const std::shared_ptr<runtime::Engine> pool = runtime::Engine::current();
   const int devices = pool->pool_size();
   state_["step"] = step;
@@ -137,22 +156,16 @@ Capture::Capture(Model& model, int64_t step, const LeavesOut& leaves_out) : name
     if (names_.outside.contains(name)) state_["outside"][name] = sampled_checksum(parameter);
   }
   for (const auto& [name, first] : names_.tied) state_["tied"][name] = first;
-  state_["random"] = encoder_.encode(random_states(), "random");
+  state_["random"] = contents_->encoder().encode(random_states(), "random");
   state_["state"] = ordered_json::object();
-}
-
-void Capture::add(const char* section, CapturedTensor tensor) {
-  auto found = std::ranges::find(sections_, section, &Section::first);
-  if (found == sections_.end()) found = sections_.insert(found, {section, {}});
-  found->second.push_back(std::move(tensor));
 }
 
 ordered_json Capture::groups_of(const std::vector<std::vector<std::string>>& names,
                                 const std::vector<StateValue>& options) {
   ordered_json groups = ordered_json::array();
   for (size_t i = 0; i < options.size(); ++i) {
-    groups.push_back(
-        {{"options", encoder_.encode(options[i], concat("optimizer.param_groups[", i, "]"))}, {"params", names[i]}});
+    groups.push_back({{"options", contents_->encoder().encode(options[i], concat("optimizer.param_groups[", i, "]"))},
+                      {"params", names[i]}});
   }
   return groups;
 }
@@ -161,22 +174,19 @@ void Capture::take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotM
   const std::shared_ptr<runtime::ModelOptimizer>& core = optimizer.core();
   std::vector<std::vector<std::string>> names(optimizer.groups());
   std::set<std::string> covered;
+  Contents::Places places;
   for (size_t b = 0; b < core->block_count(); ++b) {
     const runtime::ModelOptimizer::BlockContents contents = core->contents(b);
     const std::vector<memory::NamedTensor>& parameters = contents.state->block->parameters();
-    places_.emplace_back();
-    moment_names_.emplace_back();
     for (size_t p = 0; p < parameters.size(); ++p) {
       const std::string& name = *names_.find(parameters[p].tensor);
-      places_.back().push_back(name);
-      moment_names_.back().emplace_back();
+      Contents::PlaceNames& place = places[{b, p}] = {name, name, {}};
       if (contents.optimizer->trains_any()) covered.insert(name);
       const int group = contents.optimizer->group(p);
       if (group < 0) continue;
       names.at(static_cast<size_t>(group)).push_back(name);
-      moment_names_.back().back() =
-          optim::state_names(optimizer.algorithm(), optimizer.all_options().at(static_cast<size_t>(group)),
-                             optimizer.moments(), parameters[p].tensor.sizes());
+      place.moments = optim::state_names(optimizer.algorithm(), optimizer.all_options().at(static_cast<size_t>(group)),
+                                         optimizer.moments(), parameters[p].tensor.sizes());
     }
   }
   // Groups list their parameters in the model's order, as torch's optimizers do.
@@ -207,11 +217,13 @@ void Capture::take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotM
                                                    {"_step_count", optimizer.steps() + 1},
                                                    {"_last_lr", std::move(last)},
                                                    {"lr_lambdas", StateValue::List(first_rates.size())}});
-    state_["lr_schedulers"] = ordered_json::array({{{"state_dict", encoder_.encode(scheduler, "lr_schedulers[0]")}}});
+    state_["lr_schedulers"] =
+        ordered_json::array({{{"state_dict", contents_->encoder().encode(scheduler, "lr_schedulers[0]")}}});
   }
-  snapshot_ = Snapshot::of(*core, memory, core);
+  contents_->set_snapshot(Snapshot::of(*core, memory, core), std::move(places));
   for (const auto& [name, parameter] : names_.parameters) {
-    if (!covered.contains(name) && !names_.outside.contains(name)) add(kWeights, {name, parameter.detach(), {}});
+    if (!covered.contains(name) && !names_.outside.contains(name))
+      contents_->add(kWeights, {name, parameter.detach(), {}});
   }
   take_shown_gradients();
 }
@@ -234,23 +246,24 @@ void Capture::take(torch::optim::Optimizer& optimizer) {
   std::vector<StateValue> options;
   for (const optim::Hyperparameters& group : options_of(optimizer))
     options.push_back(options_dict(algorithm, group, std::nullopt));
-  state_["optimizer"] = {{"class", class_name(algorithm)},
-                         {"moments", kMomentsOfTorch},
-                         {"param_groups", groups_of(names, options)},
-                         {"state_dict", encoder_.encode(state_of(optimizer), "optimizer", /*copies_tensors=*/false)}};
+  state_["optimizer"] = {
+      {"class", class_name(algorithm)},
+      {"moments", kMomentsOfTorch},
+      {"param_groups", groups_of(names, options)},
+      {"state_dict", contents_->encoder().encode(state_of(optimizer), "optimizer", /*copies_tensors=*/false)}};
   take_weights();
 }
 
 void Capture::take_weights() {
   for (const auto& [name, parameter] : names_.parameters) {
-    if (!names_.outside.contains(name)) add(kWeights, {name, parameter.detach(), {}});
+    if (!names_.outside.contains(name)) contents_->add(kWeights, {name, parameter.detach(), {}});
   }
   take_shown_gradients();
 }
 
 void Capture::take_shown_gradients() {
   for (const auto& [name, parameter] : names_.parameters) {
-    if (parameter.grad().defined()) add(kGradients, {name, parameter.grad().detach().clone(), {}});
+    if (parameter.grad().defined()) contents_->add(kGradients, {name, parameter.grad().detach().clone(), {}});
   }
 }
 
@@ -265,44 +278,7 @@ void Capture::take_values(const std::vector<std::pair<std::string, StateValue>>&
       throw std::invalid_argument(
           concat("[save_checkpoint] the state has '", name, "' twice, expected each name once; rename one"));
     }
-    state_["state"][name] = {{"value", encoder_.encode(value, "state." + name)}};
-  }
-}
-
-int64_t Capture::plain_bytes() const {
-  size_t bytes = 0;
-  for (const Section& section : sections_) {
-    for (const CapturedTensor& item : section.second) bytes += item.piece ? 0 : item.tensor.nbytes();
-  }
-  return static_cast<int64_t>(bytes);
-}
-
-void Capture::copy_plain() {
-  for (Section& section : sections_) {
-    for (CapturedTensor& item : section.second) {
-      if (!item.piece) item.tensor = item.tensor.clone();
-    }
-  }
-  for (auto& [name, tensor] : encoder_.tensors()) tensor = tensor.clone();
-}
-
-void Capture::add_piece(size_t number, const Snapshot::Piece& piece) {
-  const std::string& name = places_.at(piece.block).at(piece.parameter);
-  switch (piece.part) {
-    case Snapshot::Part::kWeights:
-      return add(kWeights, {name, piece.tensor, number});
-    case Snapshot::Part::kPrevious:
-      return add(kPrevious, {name, piece.tensor, number});
-    case Snapshot::Part::kRemainder: {
-      const char* const kind = piece.tensor.scalar_type() == at::kShort ? kMasterRemainder : kMaster;
-      return add(kOptimizer, {concat(name, "/", kind), piece.tensor, number});
-    }
-    case Snapshot::Part::kMoment: {
-      const std::string& moment = moment_names_.at(piece.block).at(piece.parameter).at(piece.moment);
-      return add(kOptimizer, {concat(name, "/", moment), piece.tensor, number});
-    }
-    case Snapshot::Part::kGradient:
-      return add(kGradients, {name, piece.tensor, number});
+    state_["state"][name] = {{"value", contents_->encoder().encode(value, "state." + name)}};
   }
 }
 
@@ -315,18 +291,45 @@ void Capture::finish() {
                                                {"growth_interval", scaler_options_.growth_interval},
                                                {"_growth_tracker", scale.growth_tracker}});
     const StateValue resume = StateValue::dict({{"front", scale.front}, {"updates_on_main", false}});
-    state_["scaler"] = encoder_.encode(StateValue::dict({{"state", state}, {"resume", resume}}), "scaler");
+    state_["scaler"] = contents_->encoder().encode(StateValue::dict({{"state", state}, {"resume", resume}}), "scaler");
   }
-  if (!snapshot_) return;
-  snapshot_->wait_ready();
-  for (size_t i = 0; i < snapshot_->pieces().size(); ++i) add_piece(i, snapshot_->pieces()[i]);
-  ordered_json counters = ordered_json::object();
-  for (const Snapshot::Counters& entry : snapshot_->counters()) {
-    const optim::Scalars& scalars = entry.scalars;
-    counters[places_.at(entry.block).at(entry.parameter)] = {
-        {"step", scalars.step}, {"mu_product", scalars.mu_product}, {"eta", scalars.eta}, {"mu", scalars.mu}};
+  if (contents_->snapshot() != nullptr) state_["counters"] = contents_->take_snapshot().counters;
+  contents_->set_states(state_, nullptr, /*compact=*/true);
+}
+
+StateValue random_states() {
+  std::vector<std::pair<std::string, StateValue>> states{{"torch", state_of_default(c10::kCPU)}};
+  const std::optional<c10::DeviceType> accelerator = at::accelerator::getAccelerator(false);
+  if (const int count = count_of(accelerator); count > 0) {
+    StateValue::List of_devices;
+    for (int i = 0; i < count; ++i)
+      of_devices.emplace_back(state_of_default({*accelerator, static_cast<c10::DeviceIndex>(i)}));
+    states.emplace_back("devices", std::move(of_devices));
   }
-  state_["counters"] = std::move(counters);
+  return StateValue::dict(std::move(states));
+}
+
+void check_random_states(const StateValue& states) {
+  try {
+    at::detail::createCPUGenerator().set_state(states.at("torch").as_tensor());
+    if (const StateValue* const of_devices = states.find("devices")) {
+      for (const StateValue& state : of_devices->items()) state.as_tensor();
+    }
+  } catch (const std::exception& wrong) {  // c10::Error has more than a line
+    const std::string text = wrong.what();
+    throw Error(concat("[load_checkpoint] random: no state of a generator: ", text.substr(0, text.find('\n'))));
+  }
+}
+
+void restore_random_states(const StateValue& states) {
+  set_state_of_default(c10::kCPU, states.at("torch").as_tensor());
+  const StateValue* const of_devices = states.find("devices");
+  const std::optional<c10::DeviceType> accelerator = at::accelerator::getAccelerator(false);
+  if (of_devices == nullptr) return;
+  for (int i = 0; i < count_of(accelerator) && static_cast<size_t>(i) < of_devices->items().size(); ++i) {
+    set_state_of_default({*accelerator, static_cast<c10::DeviceIndex>(i)},
+                         of_devices->items()[static_cast<size_t>(i)].as_tensor());
+  }
 }
 
 }  // namespace roundpipe

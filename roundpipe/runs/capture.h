@@ -11,26 +11,12 @@
 #include <nlohmann/json.hpp>
 
 #include <roundpipe/api/model.h>
-#include <roundpipe/runs/state_encoding.h>
-#include <roundpipe/saving/snapshot.h>
+#include <roundpipe/runs/contents.h>
 
 namespace roundpipe {
 
-// Kinds of files in a checkpoint.
-inline constexpr const char* kWeights = "model";
-inline constexpr const char* kBuffers = "buffers";  // of a model with adapters, from Python
-inline constexpr const char* kPrevious = "previous";
-inline constexpr const char* kOptimizer = "optimizer";
-inline constexpr const char* kGradients = "gradients";
-inline constexpr const char* kStateFile = "state.json";
-inline constexpr const char* kStateTensors = "state.safetensors";
-// Names of the part of an fp32 master that a bf16 weight lacks, and of the master of an fp16 weight.
-inline constexpr const char* kMasterRemainder = "master_remainder";
-inline constexpr const char* kMaster = "master";
-
 // The names of formats of moments in checkpoints.
 const char* moments_name(optim::MomentFormat moments);
-inline constexpr const char* kMomentsOfTorch = "torch";
 
 // A frozen parameter that the checkpoint leaves out, since it is of another folder.
 using LeavesOut = std::function<bool(const std::string& name, const at::Tensor& parameter)>;
@@ -54,13 +40,6 @@ std::optional<int64_t> chunk_logit_bytes(Model& model);
 // A checksum of a tensor's shape, dtype, and its first, middle and last bytes.
 std::string sampled_checksum(const at::Tensor& tensor);
 
-// A tensor to write: its name in the file; its shape, dtype and, unless a snapshot's piece has them, its values.
-struct CapturedTensor {
-  std::string name;
-  at::Tensor tensor;
-  std::optional<size_t> piece;
-};
-
 // The state of a training at one moment, some of it still in motion. Made on the caller's thread.
 class Capture {
  public:
@@ -74,37 +53,23 @@ class Capture {
   void take_scaler(const GradScaler& scaler);
   void take_values(const std::vector<std::pair<std::string, StateValue>>& values);
 
-  // The bytes of the tensors in use that are to be written as they are now.
-  int64_t plain_bytes() const;
-  // Replaces these tensors by copies.
-  void copy_plain();
   // Waits for what is in motion, and completes the rest. Not on the caller's thread. Throws the error of a step or a
   // call: there is no state to save then.
   void finish();
 
-  using Section = std::pair<std::string, std::vector<CapturedTensor>>;
-  const std::vector<Section>& sections() const { return sections_; }
-  const nlohmann::ordered_json& state() const { return state_; }
-  std::vector<std::pair<std::string, at::Tensor>>& values() { return encoder_.tensors(); }
-  saving::Snapshot* snapshot() const { return snapshot_.get(); }
+  // Complete after finish().
+  const std::shared_ptr<Contents>& contents() const { return contents_; }
 
  private:
-  void add(const char* section, CapturedTensor tensor);
-  void add_piece(size_t number, const saving::Snapshot::Piece& piece);
   void take_shown_gradients();
   nlohmann::ordered_json groups_of(const std::vector<std::vector<std::string>>& names,
                                    const std::vector<StateValue>& options);
 
   ModelNames names_;
-  std::vector<Section> sections_;
+  const std::shared_ptr<Contents> contents_ = std::make_shared<Contents>();
   nlohmann::ordered_json state_;
-  StateEncoder encoder_;
-  std::shared_ptr<saving::Snapshot> snapshot_;
   std::function<GradScaler::State()> scaler_;
   GradScalerOptions scaler_options_;
-  // By block, counted as ModelOptimizer does, and parameter.
-  std::vector<std::vector<std::string>> places_;
-  std::vector<std::vector<std::vector<std::string>>> moment_names_;
 };
 
 // The states of torch's default generators, and setting them. The check throws Error unless they are such.

@@ -3,7 +3,6 @@
 #include <sys/stat.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -42,7 +41,12 @@ Folders& folders() {
   return *instance;
 }
 
-// The same before the folder is made and after.
+}  // namespace
+
+void tell_user(const std::string& notice) {
+  if (!frontend().warn(notice)) std::fprintf(stderr, "%s\n", notice.c_str());
+}
+
 std::string real_path(const std::string& folder) {
   const std::filesystem::path path = std::filesystem::weakly_canonical(std::filesystem::absolute(folder));
   return (path.has_filename() ? path : path.parent_path()).string();  // "run/"
@@ -55,16 +59,12 @@ void wait_for_all_saves() {
     const MutexLock lock(folders().mutex);
     for (const auto& [path, over] : folders().saves) saves.push_back(over);
   }
-  for (const device::EventPtr& over : saves) over->wait_complete();
+  for (const device::EventPtr& over : saves) device::wait_interruptible(*over);
 }
 
-}  // namespace
+std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) { return run_folder(folder, tell_user); }
 
-void tell_user(const std::string& notice) {
-  if (!frontend().warn(notice)) std::fprintf(stderr, "%s\n", notice.c_str());
-}
-
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) {
+std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, const Tell& tell) {
   const std::string path = real_path(folder);
   std::shared_ptr<checkpoint::RunFolder> run;
   {
@@ -79,7 +79,7 @@ std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) {
     run = std::make_shared<checkpoint::RunFolder>(path);
     all.open[path] = {place_of(path).value_or(Place{}), run};
   }
-  for (const std::string& notice : run->notices()) tell_user("[save_checkpoint] " + notice);
+  for (const std::string& notice : run->notices()) tell("[save_checkpoint] " + notice);
   return run;
 }
 
@@ -95,11 +95,9 @@ std::optional<std::string> latest(const std::string& folder) {
                      incomplete.back().problem));
 }
 
-void note_save(const checkpoint::RunFolder& run, device::EventPtr over) {
-  // Registered after the engine's own exit handler, so that it runs before that.
-  [[maybe_unused]] static const int registered = std::atexit(wait_for_all_saves);
+void note_save(const std::string& path, device::EventPtr over) {
   const MutexLock lock(folders().mutex);
-  folders().saves[run.path()] = std::move(over);
+  folders().saves[path] = std::move(over);
 }
 
 void wait_for_saves(const std::string& folder) {

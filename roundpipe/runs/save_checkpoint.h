@@ -10,6 +10,7 @@
 #include <vector>
 
 #include <roundpipe/api/model.h>
+#include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/state_value.h>
 
 namespace roundpipe {
@@ -39,15 +40,7 @@ struct SaveOptions {
   bool wait = false;
 };
 
-// What a save took.
-struct SaveReport {
-  int64_t bytes = 0;                // written
-  double seconds = 0;               // from the call to the complete checkpoint
-  double caller_seconds = 0;        // how long save_checkpoint kept its caller
-  double longest_wait_seconds = 0;  // of an update for the disk
-  double waited_seconds = 0;        // all of these together
-  int64_t held_bytes = 0;           // the most memory beside the state itself
-};
+class SaveWork;
 
 // A checkpoint that is being written. It goes on when this is dropped, and the process ends after it.
 // Of a save that was moved from, every function but assignment throws std::invalid_argument.
@@ -64,13 +57,12 @@ class Save {
   // sync failed, which the Error says. An older checkpoint that cannot be removed is told, and is no error.
   SaveReport wait() const;
 
-  struct Work;
-  explicit Save(std::shared_ptr<Work> work) : work_(std::move(work)) {}
+  explicit Save(std::shared_ptr<SaveWork> work) : work_(std::move(work)) {}
 
  private:
-  Work& work() const;
+  SaveWork& work() const;
 
-  std::shared_ptr<Work> work_;  // null: moved from
+  std::shared_ptr<SaveWork> work_;  // null: moved from
 };
 
 // Saves the complete state of a training as `folder`/step-N, while the training goes on: weights as safetensors, the

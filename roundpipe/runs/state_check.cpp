@@ -7,7 +7,7 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runs/capture.h>
+#include <roundpipe/runs/contents.h>
 
 namespace roundpipe {
 

@@ -28,6 +28,7 @@ class StateEncoder {
 
   // Tensors on the host by the names that the JSON has for them, in their order.
   std::vector<std::pair<std::string, at::Tensor>>& tensors() { return tensors_; }
+  const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
 
  private:
   nlohmann::ordered_json encode_within(const StateValue& value, const std::string& path, int depth);

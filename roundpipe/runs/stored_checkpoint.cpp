@@ -21,7 +21,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
 #include <roundpipe/core/frontend.h>
-#include <roundpipe/runs/capture.h>
+#include <roundpipe/runs/contents.h>
 #include <roundpipe/runs/state_check.h>
 #include <roundpipe/runs/state_encoding.h>
 
@@ -63,14 +63,12 @@ std::string section_of(const std::string& name) {
   return stem == "adapter_model" ? kWeights : stem.substr(0, stem.find('-'));
 }
 
-}  // namespace
-
-std::string of_rank(const std::string& name, int64_t rank) {
-  if (rank == StoredCheckpoint::kOfAll) return name;
-  std::string digits = std::to_string(rank);
-  if (digits.size() < 5) digits.insert(0, 5 - digits.size(), '0');
-  return concat(kOfRank, digits, "-", name);
+// What the file `name` of a state is called.
+std::string name_of(const std::string& name, int64_t rank) {
+  return rank == StoredCheckpoint::kOfAll ? name : of_rank(name, rank);
 }
+
+}  // namespace
 
 StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
     : folder_(folder),
@@ -79,7 +77,7 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
       text_(small_file(kStateFile)) {
   const bool is_alone = nodes() == 1;
   if (!is_alone && contents_ == Contents::kAll) {
-    for (int64_t rank = 0; rank < nodes(); ++rank) texts_of_ranks_.push_back(small_file(of_rank(kStateFile, rank)));
+    for (int64_t rank = 0; rank < nodes(); ++rank) texts_of_ranks_.push_back(small_file(name_of(kStateFile, rank)));
     sections_of_ranks_.resize(texts_of_ranks_.size());
   }
   for (const FileRecord& record : manifest_.files) add_section(record.name);
@@ -87,7 +85,7 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
   check_state_of(kOfAll, state_);
   for (size_t i = 0; i < texts_of_ranks_.size(); ++i) {
     const auto rank = static_cast<int64_t>(i);
-    const std::string path = path_of(of_rank(kStateFile, rank));
+    const std::string path = path_of(name_of(kStateFile, rank));
     states_of_ranks_.push_back(
         reading(path, [&] { return checkpoint::parse_json(texts_of_ranks_[i], path, kLimits); }));
     check_state_of(rank, states_of_ranks_.back());
@@ -119,14 +117,14 @@ void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
   StateKind kind = nodes() == 1 ? StateKind::kAlone : rank == kOfAll ? StateKind::kCommon : StateKind::kRank;
   if (contents_ == Contents::kWeights) kind = StateKind::kWeights;
   const Section tensors = kind == StateKind::kWeights ? Section() : state_tensor_places(rank);
-  const std::string path = path_of(of_rank(kStateFile, rank));
+  const std::string path = path_of(name_of(kStateFile, rank));
   reading(path, [&] {
     try {
       check_state(state, kind, tensors, path);
     } catch (const Error&) {
       // A name that has changed in the file of the tensors is missing here.
       const FileRecord* const record =
-          kind == StateKind::kWeights ? nullptr : manifest_.find(of_rank(kStateTensors, rank));
+          kind == StateKind::kWeights ? nullptr : manifest_.find(name_of(kStateTensors, rank));
       if (record != nullptr) verify({*record});
       throw;
     }
@@ -165,7 +163,7 @@ StoredCheckpoint::Section StoredCheckpoint::header(const std::string& file) cons
 }
 
 StoredCheckpoint::Section StoredCheckpoint::state_tensor_places(int64_t rank) const {
-  const std::string file = of_rank(kStateTensors, rank);
+  const std::string file = name_of(kStateTensors, rank);
   return manifest_.find(file) == nullptr ? Section() : header(file);
 }
 
@@ -202,13 +200,13 @@ const std::map<std::string, at::Tensor>& StoredCheckpoint::state_tensors(int64_t
   if (found != values_.end()) return found->second;
   std::map<std::string, at::Tensor> values;
   for (const auto& [name, tensor] : state_tensor_places(rank)) values[name] = at::empty(tensor.shape, tensor.dtype);
-  if (!values.empty()) read_files({{of_rank(kStateTensors, rank), {values.begin(), values.end()}}});
+  if (!values.empty()) read_files({{name_of(kStateTensors, rank), {values.begin(), values.end()}}});
   return values_[rank] = std::move(values);
 }
 
 StateValue StoredCheckpoint::value(const json& encoded, const std::string& path, int64_t rank) {
   const std::map<std::string, at::Tensor>& tensors = state_tensors(rank);
-  return reading(path_of(of_rank(kStateFile, nodes() == 1 ? kOfAll : rank)), [&] {
+  return reading(path_of(name_of(kStateFile, nodes() == 1 ? kOfAll : rank)), [&] {
     return decode_state(encoded, [&](const std::string& name) { return tensors.at(name); }, path);
   });
 }

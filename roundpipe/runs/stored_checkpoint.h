@@ -20,9 +20,6 @@
 
 namespace roundpipe {
 
-// What the file `name` is called if one of several nodes has its own; with StoredCheckpoint::kOfAll, `name` itself.
-std::string of_rank(const std::string& name, int64_t rank);
-
 // A complete checkpoint on disk, of programs in C++ or Python, of one process or of several nodes.
 //
 // Whatever is wrong with its files is a checkpoint::DamagedCheckpoint that names one: a file that is not there, that

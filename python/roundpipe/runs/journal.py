@@ -9,7 +9,6 @@ import sys
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.saving.folders import run_folder
 
 
 class RunJournal:
@@ -38,7 +37,7 @@ class RunJournal:
     """
 
     def __init__(self, folder: str | os.PathLike[str], after_step: int = 0) -> None:
-        self._journal = run_folder(folder).open_journal(after_step)
+        self._journal = _core.run_folder(os.fspath(folder)).open_journal(after_step)
         if self._journal.notice:
             print(f"[journal] {self._journal.notice}", file=sys.stderr)
         self.replays_until = self._journal.last_recorded()

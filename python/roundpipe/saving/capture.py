@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -33,23 +31,6 @@ REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
 WEIGHTS, BUFFERS, PREVIOUS, OPTIMIZER, GRADIENTS = "model", "buffers", "previous", "optimizer", "gradients"
 
 
-@dataclass(frozen=True)
-class Item:
-    """A tensor to write.
-
-    Attributes:
-        name: in its file.
-        tensor: has the shape and dtype that the file gets; its values, too, unless `piece` is set.
-        piece: the number of the snapshot's piece that has the values.
-        values: has the values, in another dtype than `tensor`.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    piece: int | None = None
-    values: torch.Tensor | None = None
-
-
 @dataclass
 class Capture:
     """The state of a training, some of it still in motion. Of several ranks, the first has what is whole, and each has
@@ -57,14 +38,10 @@ class Capture:
 
     Attributes:
         names: of the model's contents.
-        rank: this process's number.
+        contents: what is written; complete after `finish`.
         size: how many processes train together.
-        sections: the tensors of each kind of file.
         state: for `state.json`: what is the same on all ranks.
-        encoder: has the tensors of `state`.
         own_state: what only this rank has; `state` itself for a process that trains alone.
-        own_encoder: has the tensors of `own_state`.
-        files: contents of small files beside them, by name.
         snapshot: of a fused optimizer's blocks.
         late: completes `state` once the queued steps are over.
     """
@@ -72,43 +49,19 @@ class Capture:
     names: ModelNames
     rank: int = 0
     size: int = 1
-    sections: dict[str, list[Item]] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    encoder: _core.StateEncoder = field(default_factory=_core.StateEncoder)
     own_state: dict[str, Any] = field(default_factory=dict)
-    own_encoder: _core.StateEncoder = field(default_factory=_core.StateEncoder)
-    files: dict[str, str] = field(default_factory=dict)
     snapshot: _core.Snapshot | None = None
     late: list[tuple[_core.FunctionRun, Callable[[], None]]] = field(default_factory=list)
-    _moment_names: dict[str, list[str]] = field(default_factory=dict)
-    _names_of_places: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.contents = _core.Contents(self.rank, self.size, self.names.adapter is not None)
+        self.encoder, self.own_encoder = self.contents.encoder, self.contents.own_encoder
         if self.size == 1:
-            self.own_state, self.own_encoder = self.state, self.encoder
-
-    def add(self, section: str, item: Item) -> None:
-        self.sections.setdefault(section, []).append(item)
-
-    def plain_tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors in use that are to be written as they are now."""
-        for items in self.sections.values():
-            yield from (item.tensor if item.values is None else item.values for item in items if item.piece is None)
-        for encoder in self._encoders():
-            yield from encoder.tensors.values()
-
-    def _encoders(self) -> list[_core.StateEncoder]:
-        return [self.encoder] if self.size == 1 else [self.encoder, self.own_encoder]
-
-    def copy_plain(self) -> None:
-        """Replaces the tensors in use by copies."""
-        for section, items in self.sections.items():
-            self.sections[section] = [_copied(item) for item in items]
-        for encoder in self._encoders():
-            encoder.copy_tensors()
+            self.own_state = self.state
 
     def finish(self) -> None:
-        """Waits for what is in motion, and completes sections and state. Not on the caller's thread.
+        """Waits for what is in motion, and completes the contents. Not on the caller's thread.
 
         Raises:
             Exception: whatever a running step or call raised; there is no state to save then.
@@ -117,75 +70,34 @@ class Capture:
             update.wait()
             update.result()
             complete()
-        if self.snapshot is None:
-            return
-        self.snapshot.wait_ready()
-        for number, piece in enumerate(self.snapshot.pieces()):
-            self._add_piece(number, piece)
-        counters = {}
-        for entry in self.snapshot.counters():
-            name = self._names_of_places[entry.block, entry.parameter]
-            scalars = entry.scalars
-            counters[name] = {key: getattr(scalars, key) for key in ("step", "mu_product", "eta", "mu")}
-        self.own_state["counters"] = counters
-
-    def common_digest(self) -> str:
-        """A checksum of what is to be the same on all ranks."""
-        common = {key: value for key, value in self.state.items() if key not in ("versions", "devices")}
-        digest = hashlib.sha256(_core.state_text(common).encode())
-        for name, tensor in sorted(self.encoder.tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode() + bytes_of(tensor))
-        return digest.hexdigest()
-
-    def buffer_checksums(self) -> dict[str, int]:
-        """Checksums of the buffers, by their names in files."""
-        items = [item for section in (WEIGHTS, BUFFERS) for item in self.sections.get(section, [])]
-        return {item.name: zlib.crc32(bytes_of(item.tensor)) for item in items}
-
-    def leave_out_buffers(self, checksums: Mapping[str, int]) -> None:
-        """Leaves out the buffers that the first rank, which has these checksums, writes with the same values."""
-        own = self.buffer_checksums()
-        kept = [item for item in self.sections.pop(BUFFERS, []) if own[item.name] != checksums.get(item.name)]
-        if kept:
-            self.sections[BUFFERS] = kept
-
-    def _add_piece(self, number: int, piece: _core.SnapshotPiece) -> None:
-        part = _core.SnapshotPart
-        name = self._names_of_places[piece.block, piece.parameter]
-        if piece.part == part.WEIGHTS:
-            # Not of the parameter, which may show nothing while a step is under way.
-            if self.size > 1 and not piece.tensor.is_contiguous():
-                self.own_state["strides"][name] = list(piece.tensor.stride())
-            self.add(WEIGHTS, Item(self.names.file_name(name), piece.tensor, number))
-        elif piece.part == part.PREVIOUS:
-            self.add(PREVIOUS, Item(name, piece.tensor, number))
-        elif piece.part == part.REMAINDER:
-            self.add(OPTIMIZER, Item(f"{name}/{REMAINDERS[piece.tensor.dtype]}", piece.tensor, number))
-        elif piece.part == part.MOMENT:
-            self.add(OPTIMIZER, Item(f"{name}/{self._moment_names[name][piece.moment]}", piece.tensor, number))
-        else:
-            self.add(GRADIENTS, Item(name, piece.tensor, number))
+        if self.snapshot is not None:
+            counters, strides = self.contents.take_snapshot()
+            if self.size > 1:
+                self.own_state["strides"] = strides
+            self.own_state["counters"] = counters
+        self.contents.set_states(self.state, self.own_state)
 
     # -- what is taken on the caller's thread -----------------------------------------------------------------------
 
     def take_fused(self, group: FusedSteps, optimizer: Any, memory: _core.SnapshotMemory) -> None:
         """Takes the state of a fused optimizer and what it trains, without waiting for a step."""
         binding = group.binding
-        self._names_of_places = {binding.place(parameter): name for name, parameter in self.names.parameters.items()}
         hypers = optimizer.hyperparameters_by_parameter()
+        places = []
         for name, parameter in self.names.parameters.items():
-            if parameter in hypers:
-                self._moment_names[name] = optimizer.names_of_state(hypers[parameter], parameter)
+            moments = optimizer.names_of_state(hypers[parameter], parameter) if parameter in hypers else []
+            places.append((*binding.place(parameter), name, self.names.file_name(name), moments))
         self.state["optimizer"] = self._groups(optimizer, optimizer.format_name)
         if self.size > 1:
             trained = {name: parameter for name, parameter in self.names.parameters.items() if parameter in hypers}
             self.own_state["ranges"] = {name: list(binding.shard(parameter)) for name, parameter in trained.items()}
             self.own_state["strides"] = {}
         self.snapshot = _core.Snapshot.of(binding.core, memory, with_weights=self.rank == 0)
+        self.contents.set_snapshot(self.snapshot, places)
         covered = binding.blocks_with_trained()
         for name, parameter in self.names.parameters.items():
             if self.rank == 0 and binding.place(parameter)[0] not in covered and name not in self.names.outside:
-                self.add(WEIGHTS, Item(self.names.file_name(name), parameter.detach()))
+                self.contents.add(WEIGHTS, self.names.file_name(name), parameter.detach())
         self._take_shown_gradients()
 
     def take_torch(self, group: TorchSteps, optimizer: torch.optim.Optimizer | None) -> None:
@@ -204,14 +116,14 @@ class Capture:
             copy = group.copy_of(parameter)
             if copy is None:
                 if self.rank == 0:
-                    self.add(WEIGHTS, Item(self.names.file_name(name), weights))
+                    self.contents.add(WEIGHTS, self.names.file_name(name), weights)
                 continue
-            self.add(WEIGHTS, Item(self.names.file_name(name), weights, values=copy.detach()))
-            self.add(OPTIMIZER, Item(f"{name}/copy", copy.detach()))
+            self.contents.add(WEIGHTS, self.names.file_name(name), weights, copy.detach())
+            self.contents.add(OPTIMIZER, f"{name}/copy", copy.detach())
             if unpublished:
-                self.add(PREVIOUS, Item(name, weights))
+                self.contents.add(PREVIOUS, name, weights)
             if copy.landed_grad is not None:
-                self.add(OPTIMIZER, Item(f"{name}/copy_grad", copy.landed_grad))
+                self.contents.add(OPTIMIZER, f"{name}/copy_grad", copy.landed_grad)
         if optimizer is not None:
             entry = self._groups(optimizer, "torch")
             entry["state_dict"] = self.encoder.encode(optimizer.state_dict()["state"], "optimizer", copies=False)
@@ -220,18 +132,18 @@ class Capture:
         if group.models.has_gradients():
             group.models.drain()
             by_id = self.names.by_id()
-            shown = {item.name for item in self.sections.get(GRADIENTS, [])}
+            shown = {name for name, parameter in self.names.parameters.items() if parameter.grad is not None}
             for pipeline in group.models.pipelines:
                 for block, sums in zip(pipeline.block_parameters(), pipeline.summed_gradients(), strict=True):
                     for parameter, gradient in zip(block, sums, strict=True):
                         name = by_id[id(parameter)]
                         if gradient is not None and name not in shown:
-                            self.add(GRADIENTS, Item(name, gradient))
+                            self.contents.add(GRADIENTS, name, gradient)
 
     def _take_shown_gradients(self) -> None:
         for name, parameter in self.names.parameters.items():
             if parameter.grad is not None:
-                self.add(GRADIENTS, Item(name, parameter.grad.detach().clone()))
+                self.contents.add(GRADIENTS, name, parameter.grad.detach().clone())
 
     def _groups(self, optimizer: torch.optim.Optimizer, moments: str) -> dict[str, Any]:
         names = self.names.by_id()
@@ -279,18 +191,6 @@ def _encoded(encoder: _core.StateEncoder, value: Any, path: str) -> dict[str, An
     return {"value": encoder.encode(value, path)}
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """The bytes of a host tensor's values, in the order of its dimensions."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _copied(item: Item) -> Item:
-    if item.piece is not None:
-        return item
-    values = item.tensor if item.values is None else item.values
-    return Item(item.name, item.tensor, values=values.clone())
-
-
 def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
     """Takes what every checkpoint has: names, buffers, counters, random states, configuration and versions."""
     names = names_of(model)
@@ -300,7 +200,7 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
         pipeline.wait_buffers()
     for name, buffer in names.buffers.items():
         apart = names.adapter is not None or ranks.rank > 0
-        capture.add(BUFFERS if apart else WEIGHTS, Item(names.file_name(name), buffer.detach().clone()))
+        capture.contents.add(BUFFERS if apart else WEIGHTS, names.file_name(name), buffer.detach().clone())
     capture.own_state.update(
         pipelines={
             path: {
@@ -330,7 +230,8 @@ def begin(model: ModelFacade, step: int, ranks: Ranks) -> Capture:
         },
         tied=dict(_tied(model, names)),
     )
-    capture.files.update(_configurations(source_of_names(model), names.adapter))
+    for name, text in _configurations(source_of_names(model), names.adapter).items():
+        capture.contents.add_file(name, text)
     return capture
 
 

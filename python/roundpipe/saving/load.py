@@ -16,7 +16,6 @@ from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving.capture import BUFFERS, WEIGHTS, arithmetic_of, chunk_logit_bytes, optimizer_kind
-from roundpipe.saving.folders import wait_for_saves
 from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
@@ -104,7 +103,7 @@ def load_checkpoint(
         requests.append(
             _Request(facade, optimizer, kind, schedulers, scaler, dict(state or {}), strict, weights_only, ranks)
         )
-        wait_for_saves(folder)
+        _core.wait_for_saves(os.fspath(folder))
 
     ranks.agree(find)
     # The first rank's choice counts: a checkpoint may be pruned meanwhile.
@@ -116,6 +115,17 @@ def load_checkpoint(
         except _core.DamagedCheckpointError as error:
             if fall_back is not None:
                 fall_back.damaged(str(error))
+
+
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The folder of the newest complete checkpoint in a run folder; None if there is none. Reads only manifests.
+
+    Raises:
+        RoundPipeError: there are checkpoints, and none is complete: a training that began anew beside them would lose
+            them.
+    """
+    found = _core.latest(os.fspath(folder))
+    return None if found is None else Path(found)
 
 
 def _next(fall_back: _core.FallBack | None, folder: str | os.PathLike[str]) -> str:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +12,15 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.distributed.ranks import Ranks
 from roundpipe.memory.budget import budget_of
 from roundpipe.memory.host import free_host_bytes, host_arena
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving import capture as captured
-from roundpipe.saving.capture import Capture, Item
-from roundpipe.saving.folders import note_save, run_folder
-from roundpipe.saving.layout import File, files_of, texts_of
+from roundpipe.saving.capture import Capture
 from roundpipe.saving.ranks import ranks_of_call, ranks_of_saves
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
-
-_THREADS = 2
 
 
 @dataclass(frozen=True)
@@ -59,38 +52,15 @@ class Save:
         folder: where it will be.
     """
 
-    def __init__(
-        self,
-        run: _core.RunFolder | None,
-        path: str,
-        capture: Capture,
-        memory: _core.SnapshotMemory,
-        ranks: Ranks,
-        options: _Options,
-    ) -> None:
-        self.step = options.step
-        self.folder = os.path.join(path, f"step-{options.step}")
-        self._run, self._capture, self._memory, self._options = run, capture, memory, options
-        self._ranks = ranks
-        self._files: list[File] = []
-        self._texts: dict[str, str] = {}
-        self._writer: _core.StepWriter | None = None  # of the first rank
-        self._began = time.perf_counter()
-        self._read = _core.Event()
-        self._over = _core.Event()
-        self._error: BaseException | None = None
-        self._is_over = False
-        self._placed: bool | None = False  # None: the first rank knows
-        self._bytes = 0
-        self._seconds = 0.0
-        self._caller_seconds = 0.0
-        # Not a daemon: a process that ends finishes its save first.
-        self._thread = threading.Thread(target=self._work, name="roundpipe-save", daemon=False)
+    def __init__(self, work: _core.SaveWork) -> None:
+        self._work = work
+        self.step = work.step
+        self.folder = work.folder
 
     @property
     def done(self) -> bool:
         """Whether the checkpoint is complete, or has failed."""
-        return self._is_over
+        return self._work.done
 
     def wait(self) -> SaveReport:
         """Waits until the checkpoint is complete.
@@ -100,139 +70,15 @@ class Save:
                 there then, and earlier checkpoints are as they were; unless only the disk's last sync failed, which
                 the error says. An older checkpoint that cannot be removed is told on stderr, and is no error.
         """
-        self._over.wait()
-        if self._error is not None:
-            raise self._error
-        memory = self._memory
-        return SaveReport(
-            self._bytes,
-            self._seconds,
-            self._caller_seconds,
-            memory.longest_wait_ms / 1000,
-            memory.total_wait_ms / 1000,
-            memory.most_bytes,
-        )
+        return SaveReport(*self._work.wait())
 
     def wait_read(self) -> None:
         """Returns when the state may change."""
-        began = time.perf_counter()
-        self._read.wait()
-        self._memory.note_wait(1000 * (time.perf_counter() - began))
+        self._work.wait_read()
 
     def wait_over(self) -> None:
         """Waits until the save is over, whether it has failed or not."""
-        self._over.wait()
-
-    def _start(self, began: float) -> None:
-        self._began = began
-        self._thread.start()
-        self._caller_seconds = time.perf_counter() - began
-
-    def _work(self) -> None:
-        try:
-            self._write()
-        except BaseException as error:
-            self._error = error
-            traceback.clear_frames(error.__traceback__)  # they hold the writer, which removes what it has written
-            if self._options.is_loud:
-                print(_core.failed_save_notice(self.step, str(error), self._placed), file=sys.stderr)
-        finally:
-            if self._capture.snapshot is not None:
-                self._capture.snapshot.cancel()
-            del self._capture, self._files, self._texts, self._writer, self._ranks
-            self._seconds = time.perf_counter() - self._began
-            self._is_over = True
-            self._read.fire()
-            self._over.fire()
-
-    def _write(self) -> None:
-        ranks = self._ranks
-        prepared = ranks.agree(self._prepare)
-        differing = [rank for rank, (_, digest) in enumerate(prepared) if digest != prepared[0][1]]
-        if differing:
-            raise _core.RoundPipeError(
-                f"[save_checkpoint] the optimizer's options, schedulers, scaler or number of steps differ between rank "
-                f"0 and rank {differing[0]}, expected the same on all ranks; give what differs as state="
-            )
-        total = sum(size for size, _ in prepared)
-        place = ranks.agree(lambda: self._begin(total))[0]
-        records = ranks.agree(lambda: self._write_files(place))
-        self._placed = False if self._ranks.rank == 0 else None
-        ranks.agree(lambda: self._commit(records))
-
-    def _prepare(self) -> tuple[int, str]:
-        """Lays out this rank's files. Returns their size, and a checksum of what all ranks have."""
-        capture = self._capture
-        capture.finish()
-        self._files = list(files_of(capture))
-        self._texts = texts_of(capture, self._files)
-        self._bytes = sum(file.layout.file_bytes for file in self._files) + sum(map(len, self._texts.values()))
-        return self._bytes, capture.common_digest() if self._ranks.size > 1 else ""
-
-    def _begin(self, total_bytes: int) -> str:
-        """Makes the hidden folder, on the first rank. Returns its name in the run's folder."""
-        if self._run is None:
-            return ""
-        self._writer = self._run.begin(self.step, total_bytes=total_bytes, replace=self._options.overwrite)
-        return os.path.basename(self._writer.folder)
-
-    def _write_files(self, place: str) -> list[tuple[str, int, int]]:
-        """Writes this rank's files into the hidden folder. Returns those that the first rank did not write."""
-        capture, ranks = self._capture, self._ranks
-        writer: _core.StepWriter | _core.StepFiles | None = self._writer
-        if writer is None:
-            folder = os.path.join(os.path.dirname(self.folder), place)
-            if not os.path.isdir(folder):
-                raise _core.RoundPipeError(
-                    f"[save_checkpoint] rank {ranks.rank} does not see {folder}, which rank 0 has made, expected one "
-                    "folder that all ranks share; give one on a file system of the network"
-                )
-            writer = _core.StepFiles(folder)
-        targets: dict[int, tuple[_core.OutputFile, int]] = {}
-        plain: list[tuple[_core.OutputFile, int, Item]] = []
-        for file in self._files:
-            output = writer.create(file.name, file.layout.file_bytes)
-            output.write_at(0, file.layout.header)
-            for item, offset in zip(file.items, file.layout.offsets, strict=True):
-                if item.piece is None:
-                    plain.append((output, offset, item))
-                else:
-                    targets[item.piece] = (output, offset)
-        if capture.snapshot is not None:
-            capture.snapshot.write([targets[number] for number in range(len(targets))], _THREADS)
-        for output, offset, item in plain:
-            values = item.tensor if item.values is None else item.values.to(item.tensor.dtype)
-            _core.write_tensor(output, offset, values)
-        self._read.fire()
-        for name, text in self._texts.items():
-            writer.add_small(name, text)
-        if isinstance(writer, _core.StepWriter):
-            return []
-        return [(record.name, record.bytes, record.crc32c) for record in writer.finish()]
-
-    def _commit(self, records: list[list[tuple[str, int, int]]]) -> None:
-        """Completes the checkpoint, on the first rank."""
-        if self._writer is None or self._run is None:
-            return
-        for rank, files in enumerate(records):
-            self._writer.adopt(files, f"rank {rank}")
-        try:
-            self._writer.commit(self._capture.state["versions"], self._ranks.size)
-        finally:
-            self._placed = self._writer.placed
-        if self._options.keep_last is not None:
-            pruned = self._run.prune(self._options.keep_last, self._options.keep_every, self.step)
-            for notice in pruned.notices:
-                print(f"[save_checkpoint] {notice}", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class _Options:
-    step: int
-    overwrite: bool
-    keep_last: int | None
-    keep_every: int
-    is_loud: bool
+        self._work.wait_over()
 
 
 def save_checkpoint(
@@ -294,6 +140,7 @@ def save_checkpoint(
     group = facade._step_group
     ranks = ranks_of_call(facade, "saves")
     taken: list[tuple[Capture, _core.SnapshotMemory]] = []
+    path = os.fspath(folder)
 
     def take() -> tuple[int, dict[str, int]]:
         kind = captured.optimizer_kind(facade, optimizer)
@@ -302,7 +149,7 @@ def save_checkpoint(
         schedulers = as_schedulers(lr_scheduler)
         limit = budget_of(snapshot_memory, "snapshot_memory", "ROUNDPIPE_SNAPSHOT_MEMORY")
         if ranks.rank == 0:
-            run_folder(folder)
+            _core.run_folder(path)
         _finish_earlier(group)
         if kind != "fused":
             group.finish_update()
@@ -318,32 +165,38 @@ def save_checkpoint(
             capture.take_fused(group, optimizer, memory)
         else:
             capture.take_torch(group, optimizer)
-        return number, capture.buffer_checksums() if ranks.size > 1 else {}
+        return number, capture.contents.buffer_fingerprints() if ranks.size > 1 else {}
 
     try:
         told = ranks.agree(take)
         capture, memory = taken[0]
         if ranks.rank > 0:
-            capture.leave_out_buffers(told[0][1])
+            capture.contents.leave_out_buffers(told[0][1])
         numbers = [number for number, _ in told]
         if len(set(numbers)) > 1:
             raise ValueError(f"[save_checkpoint] the ranks save as steps {numbers}, expected the same step on all")
-        save = Save(
-            run_folder(folder) if ranks.rank == 0 else None,
-            os.path.realpath(folder),
-            capture,
+        work = _core.SaveWork(
+            _core.real_path(path),
+            _core.run_folder(path) if ranks.rank == 0 else None,
+            capture.contents,
             memory,
-            ranks_of_saves(facade),
-            _Options(numbers[0], overwrite, keep_last, keep_every, is_loud=not wait),
+            step=numbers[0],
+            overwrite=overwrite,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            is_loud=not wait,
+            agree=ranks_of_saves(facade).agree if ranks.size > 1 else None,
         )
+        save = Save(work)
         if not isinstance(group, FusedSteps):
-            if memory.try_take(sum(tensor.nbytes for tensor in capture.plain_tensors())):
-                capture.copy_plain()
+            if memory.try_take(capture.contents.plain_bytes()):
+                capture.contents.copy_plain()
             else:
                 group.keep_for(save)
         group.save = save
-        note_save(os.path.realpath(folder), save)
-        save._start(began)
+        work.start(capture.finish, time.perf_counter() - began)
+        # A process that ends waits for its threads, before the engine and torch.distributed end.
+        threading.Thread(target=work.wait_over, name="roundpipe-save", daemon=False).start()
     except BaseException:
         for capture, _ in taken:
             if capture.snapshot is not None:

@@ -14,8 +14,8 @@ import torch
 
 from roundpipe import _core
 from roundpipe.saving.capture import OPTIMIZER, WEIGHTS
-from roundpipe.saving.layout import STATE_FILE
 
+STATE_FILE = "state.json"
 # What Python raises for values of other types and ranges than it takes.
 _OF_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 

@@ -16,7 +16,6 @@ import roundpipe
 from roundpipe import _core
 from roundpipe.data.batches import check_positions
 from roundpipe.runs.lines import Lines
-from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.loop import Observer, Training
@@ -51,7 +50,7 @@ def run(config: TrainConfig, resume: bool) -> int:
             return _run(config, resume, nodes)
         except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
             print(f"roundpipe{f' (rank {nodes.rank})' if nodes.size > 1 else ''}: {error}", file=sys.stderr)
-            wait_for_saves(config.out)
+            _core.wait_for_saves(config.out)
             if nodes.is_first and _core.latest_step(config.out) is not None:
                 print(f"a checkpoint is there; go on with\n  {resume_command(config, nodes)}", file=sys.stderr)
             return EXIT_ERROR
@@ -120,7 +119,7 @@ def _train(
             open_files.enter_context(screen)
             complete = training.run(All(observers), lambda: stop.requested)
     if not complete:
-        wait_for_saves(folder.path)
+        _core.wait_for_saves(str(folder.path))
         if nodes.is_first:
             screen.say(
                 f"stopped after {training.step} steps, which are saved; go on with\n  {resume_command(config, nodes)}"

@@ -58,7 +58,7 @@ void bind_run_folder(py::module_& module) {
   bind_steps(module);
   bind_journal(module);
   ValueClass<Pruned>(module, "Pruned").attribute("removed", &Pruned::removed).attribute("notices", &Pruned::notices);
-  py::class_<RunFolder>(module, "RunFolder")
+  py::class_<RunFolder, std::shared_ptr<RunFolder>>(module, "RunFolder")
       .def(py::init([](const std::string& folder) {
              const py::gil_scoped_release unlocked;
              return std::make_unique<RunFolder>(folder);
@@ -66,12 +66,6 @@ void bind_run_folder(py::module_& module) {
            py::arg("folder"))
       .def_property_readonly("path", &RunFolder::path)
       .def_property_readonly("notices", &RunFolder::notices)
-      .def(
-          "begin",
-          [](RunFolder& run, int64_t step, int64_t total_bytes, bool replace) {
-            return run.begin(step, {total_bytes, replace});
-          },
-          py::arg("step"), py::arg("total_bytes"), py::arg("replace"), py::call_guard<py::gil_scoped_release>())
       .def("open_journal", &RunFolder::open_journal, py::arg("after_step"), py::call_guard<py::gil_scoped_release>())
       .def("steps", &RunFolder::steps, py::call_guard<py::gil_scoped_release>())
       .def("latest", &RunFolder::latest, py::call_guard<py::gil_scoped_release>())

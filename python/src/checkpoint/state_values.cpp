@@ -199,7 +199,6 @@ ordered_json json_of(const py::handle& value) {
 void bind_state_values(py::module_& module) {
   py::class_<EncodedValue>(module, "EncodedValue");
   py::class_<StateEncoder>(module, "StateEncoder")
-      .def(py::init<>())
       .def(
           "encode",
           [](StateEncoder& encoder, const py::object& value, const std::string& path, bool copies) {
@@ -207,28 +206,7 @@ void bind_state_values(py::module_& module) {
             const py::gil_scoped_release unlocked;
             return EncodedValue{encoder.encode(read, path, copies)};
           },
-          py::arg("value"), py::arg("path"), py::arg("copies") = true)
-      .def_property_readonly("tensors",
-                             [](StateEncoder& encoder) {
-                               py::dict tensors;
-                               for (const auto& [name, tensor] : encoder.tensors())
-                                 tensors[py::str(name)] = py::cast(tensor);
-                               return tensors;
-                             })
-      .def(
-          "copy_tensors",
-          [](StateEncoder& encoder) {
-            for (auto& [name, tensor] : encoder.tensors()) tensor = tensor.clone();
-          },
-          py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "state_text",
-      [](const py::dict& state) {
-        const ordered_json json = json_of(state);
-        const py::gil_scoped_release unlocked;
-        return checkpoint::print_json_as_python(json, "save_checkpoint");
-      },
-      py::arg("state"));
+          py::arg("value"), py::arg("path"), py::arg("copies") = true);
 }
 
 }  // namespace roundpipe::python

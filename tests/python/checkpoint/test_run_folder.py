@@ -9,27 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from handmade import make_step
 from roundpipe import _core
-
-
-def make_step(run: Path, step: int, files: dict[str, bytes]) -> Path:
-    """A checkpoint made by hand, as roundpipe/checkpoint/manifest.h describes it."""
-    folder = run / f"step-{step}"
-    folder.mkdir(parents=True)
-    records = []
-    for name, contents in files.items():
-        (folder / name).write_bytes(contents)
-        records.append({"name": name, "bytes": len(contents), "crc32c": f"{_core.crc32c(contents):08x}"})
-    manifest = {
-        "format": "roundpipe checkpoint",
-        "version": "1.0",
-        "step": step,
-        "writer": {"by": "hand"},
-        "files": records,
-    }
-    text = json.dumps(manifest, indent=2).removesuffix("\n}")
-    (folder / "manifest.json").write_text(f'{text},\n  "manifest_crc32c": "{_core.crc32c(text.encode()):08x}"\n}}\n')
-    return folder
 
 
 def test_steps_are_found_verified_and_pruned(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,11 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from torch import nn
 
 import roundpipe
+from handmade import make_step
 from resumable import Recipe, Training, assert_same_state
 from roundpipe import RoundPipe, RoundPipeError, _core
 
@@ -41,17 +42,15 @@ def test_weights_are_those_of_the_step(trained: Training, tmp_path: Path) -> Non
     assert roundpipe.latest(tmp_path) == Path(save.folder)
 
 
-def test_shards_have_an_index(trained: Training, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("roundpipe.saving.layout._SHARD_BYTES", 2000)
-    folder = Path(trained.save(tmp_path, wait=True).folder)
-    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index.values()) == {path.name for path in folder.glob("model-*.safetensors")}
-    assert len(set(index.values())) > 1
-    for name, file in index.items():
-        assert name in load_file(folder / file)
+def test_weights_in_several_files_are_loaded(trained: Training, tmp_path: Path) -> None:
+    folder = Path(trained.save(tmp_path / "run", wait=True).folder)
+    files = {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "manifest.json"}
+    weights = load(files.pop("model.safetensors"))
+    for number, (name, value) in enumerate(weights.items(), start=1):
+        files[f"model-{number:05d}-of-{len(weights):05d}.safetensors"] = save({name: value})
     expected = trained.final()
     again = Training(trained.recipe, devices=1)
-    again.load(tmp_path)
+    again.load(make_step(tmp_path / "cut", 2, files))
     assert_same_state(again.final(), expected)
 
 
@@ -188,23 +187,25 @@ def test_weights_alone(trained: Training, tmp_path: Path) -> None:
         assert torch.equal(ours, theirs.float())
 
 
+@pytest.mark.parametrize("optimizer", ["fused", "torch"])
 def test_a_failed_save_is_loud_and_training_goes_on(
-    trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    trained = Training(Recipe(optimizer, dtype=torch.bfloat16, normed=False), devices=2)
+    trained.run(2)
     trained.save(tmp_path, wait=True)
-
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_core, "write_tensor", full)
-        patch.setattr(_core.StepWriter, "add_small", full)
-        trained.run(1)
+    trained.run(1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores the signal
+    try:
         save = trained.save(tmp_path)
         save.wait_over()
-        with pytest.raises(OSError, match="No space left"):
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for _ in range(2):
+        with pytest.raises(RoundPipeError, match="File too large"):
             save.wait()
-    assert "step 3 was not saved; training goes on" in capsys.readouterr().err
+    assert save.done and "step 3 was not saved; training goes on" in capsys.readouterr().err
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-2"]
     trained.run(2)
     assert trained.save(tmp_path, wait=True).step == 5

@@ -18,6 +18,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import roundpipe
+from handmade import make_step
 from node_files import BLOCK, cut_checkpoint, own_part
 from roundpipe import RoundPipe, RoundPipeError, _core
 from roundpipe.runs.command import app
@@ -268,10 +269,7 @@ def test_files_that_do_not_belong_together(
     training = Training(KINDS["fp32"])
     cuts = cuts_of(training.sizes(), [0.5], 1)
     folder = cut_checkpoint(saved["fp32"].folder, tmp_path / "cut", cuts, training.strides())
-    writer = _core.RunFolder(str(tmp_path / "other")).begin(1, total_bytes=0, replace=False)
-    for path in folder.iterdir():
-        if path.name != "manifest.json":
-            writer.add_small(new if path.name == old else path.name, path.read_bytes())
-    writer.commit({}, 2)
+    files = {new if path.name == old else path.name: path.read_bytes() for path in folder.iterdir()}
+    del files["manifest.json"]
     with pytest.raises(RoundPipeError, match=re.escape(words)):
-        StoredCheckpoint(tmp_path / "other" / "step-1")
+        StoredCheckpoint(make_step(tmp_path / "other", 1, files, nodes=2))

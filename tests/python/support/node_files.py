@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 
-from roundpipe import _core
+from handmade import make_step
 
 BLOCK = 256
 """The elements that 8-bit moments have in common."""
@@ -49,29 +49,18 @@ def cut_checkpoint(source: Path, run: Path, cuts: Cuts, strides: Mapping[str, Se
     state = json.loads((source / "state.json").read_text())
     own = {name: state.pop(name) for name in _OWN}
     optimizer = load_file(source / "optimizer.safetensors")
-    writer = _core.RunFolder(str(run)).begin(7, total_bytes=0, replace=False)
-    for path in source.iterdir():
-        if path.name not in ("manifest.json", "state.json", "optimizer.safetensors", "gradients.safetensors"):
-            writer.add_small(path.name, path.read_bytes())
-    writer.add_small("state.json", json.dumps(state))
+    left_out = ("manifest.json", "state.json", "optimizer.safetensors", "gradients.safetensors")
+    files = {path.name: path.read_bytes() for path in source.iterdir() if path.name not in left_out}
+    files["state.json"] = json.dumps(state).encode()
     for rank in range(size):
         ranges = {name: (0 if rank == 0 else ends[rank - 1], ends[rank]) for name, ends in cuts.items()}
-        files = _core.StepFiles(writer.folder)
         values = {
             key: own_part(key, tensor, strides.get(key.rsplit("/", 1)[0]), *ranges[key.rsplit("/", 1)[0]])
             for key, tensor in optimizer.items()
         }
-        layout = _core.lay_out_safetensors(
-            [(key, tensor.dtype, list(tensor.shape)) for key, tensor in values.items()], {"format": "pt"}
-        )
-        output = files.create(f"rank-{rank:05d}-optimizer.safetensors", layout.file_bytes)
-        output.write_at(0, layout.header)
-        for offset, tensor in zip(layout.offsets, values.values(), strict=True):
-            _core.write_tensor(output, offset, tensor)
         counters = {name: entry for name, entry in own["counters"].items() if ranges[name][0] < ranges[name][1]}
         text = json.dumps({**own, "counters": counters, "ranges": ranges, "strides": dict(strides)})
-        files.add_small(f"rank-{rank:05d}-state.json", text)
-        files.add_small(f"rank-{rank:05d}-state.safetensors", (source / "state.safetensors").read_bytes())
-        writer.adopt([(record.name, record.bytes, record.crc32c) for record in files.finish()], f"rank {rank}")
-    writer.commit({"test": "1"}, size)
-    return run / "step-7"
+        files[f"rank-{rank:05d}-optimizer.safetensors"] = save(values)
+        files[f"rank-{rank:05d}-state.json"] = text.encode()
+        files[f"rank-{rank:05d}-state.safetensors"] = files["state.safetensors"]
+    return make_step(run, 7, files, size)

@@ -19,9 +19,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.call.loss_function import ScaledOutputs
 from roundpipe.data.balance import balanced_config
-from roundpipe.saving.folders import wait_for_saves
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
 from roundpipe.train.model import load_model
@@ -221,7 +221,7 @@ def test_a_run_that_was_killed_goes_on_from_a_checkpoint(
     ours = config("loud", **more, save_every=2, keep=9)
     assert run(ours, resume=False) == 0
     expected, out = metrics(ours), Path(ours.out)
-    wait_for_saves(out)
+    _core.wait_for_saves(str(out))
     for left in ("model", "step-4", "report.html"):  # as if it had ended behind step 3
         shutil.rmtree(out / left) if (out / left).is_dir() else (out / left).unlink()
     assert run(ours, resume=True) == 0

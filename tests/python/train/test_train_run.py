@@ -19,6 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import written_config
 from roundpipe.train.model import load_model, save_result
@@ -181,7 +182,7 @@ def test_steps_have_as_many_microbatches_as_asked_for(
 def test_checkpoints_are_made_and_kept(config: Callable[..., TrainConfig]) -> None:
     ours = config(save_every=1, keep=2)
     assert run(ours, resume=False) == 0
-    roundpipe.saving.folders.wait_for_saves(ours.out)
+    _core.wait_for_saves(str(ours.out))
     assert sorted(path.name for path in Path(ours.out).glob("step-*")) == ["step-4", "step-5"]
 
 
