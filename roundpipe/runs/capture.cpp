@@ -52,13 +52,6 @@ uint32_t crc32(const void* data, size_t size, uint32_t crc) {
   return ~crc;
 }
 
-// Python's text of a tuple of integers.
-std::string tuple_text(at::IntArrayRef sizes) {
-  std::string text = "(";
-  for (size_t i = 0; i < sizes.size(); ++i) text += concat(i == 0 ? "" : ", ", sizes[i]);
-  return text + (sizes.size() == 1 ? ",)" : ")");
-}
-
 at::Tensor state_of_default(c10::Device device) {
   at::Generator generator = at::globalContext().defaultGenerator(device);
   const std::lock_guard lock(generator.mutex());
@@ -76,6 +69,12 @@ int count_of(std::optional<c10::DeviceType> accelerator) {
 }
 
 }  // namespace
+
+std::string tuple_text(at::IntArrayRef sizes) {
+  std::string text = "(";
+  for (size_t i = 0; i < sizes.size(); ++i) text += concat(i == 0 ? "" : ", ", sizes[i]);
+  return text + (sizes.size() == 1 ? ",)" : ")");
+}
 
 const char* moments_name(optim::MomentFormat moments) {
   return moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit";
@@ -113,12 +112,30 @@ ModelNames::ModelNames(const HostWeights& model, const LeavesOut& leaves_out) {
   for (const auto& [name, buffer] : model.buffer_names()) {
     if (first.emplace(buffer.unsafeGetTensorImpl(), name).second) buffers.emplace_back(name, buffer);
   }
+  note_parameters();
+}
+
+ModelNames::ModelNames(NamedParameters of_parameters, NamedParameters of_buffers, std::set<std::string> left_out,
+                       std::map<std::string, std::string> names_in_file)
+    : parameters(std::move(of_parameters)),
+      buffers(std::move(of_buffers)),
+      outside(std::move(left_out)),
+      in_file(std::move(names_in_file)) {
+  note_parameters();
+}
+
+void ModelNames::note_parameters() {
+  for (size_t i = 0; i < parameters.size(); ++i) numbers_[parameters[i].second.unsafeGetTensorImpl()] = i;
 }
 
 const std::string* ModelNames::find(const at::Tensor& parameter) const {
-  const auto found =
-      std::ranges::find_if(parameters, [&](const auto& named) { return named.second.is_same(parameter); });
-  return found == parameters.end() ? nullptr : &found->first;
+  const auto found = numbers_.find(parameter.unsafeGetTensorImpl());
+  return found == numbers_.end() ? nullptr : &parameters[found->second].first;
+}
+
+const std::string& ModelNames::file_name(const std::string& name) const {
+  const auto found = in_file.find(name);
+  return found == in_file.end() ? name : found->second;
 }
 
 std::optional<int64_t> chunk_logit_bytes(Model& model) {

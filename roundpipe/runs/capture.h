@@ -1,10 +1,12 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -28,11 +30,24 @@ struct ModelNames {
   NamedParameters buffers;
   std::vector<std::pair<std::string, std::string>> tied;  // another name, and the first one
   std::set<std::string> outside;                          // see LeavesOut; parameters in mapped files are so, too
+  std::map<std::string, std::string> in_file = {};        // names in weight files that differ from the model's
 
   ModelNames(const HostWeights& model, const LeavesOut& leaves_out);
+  ModelNames(NamedParameters of_parameters, NamedParameters of_buffers, std::set<std::string> left_out,
+             std::map<std::string, std::string> names_in_file);
   // The name of a parameter; null for any other tensor.
   const std::string* find(const at::Tensor& parameter) const;
+  // Of a parameter or buffer, in the weight files.
+  const std::string& file_name(const std::string& name) const;
+
+ private:
+  void note_parameters();
+
+  std::unordered_map<const c10::TensorImpl*, size_t> numbers_;  // of parameters
 };
+
+// A shape as Python prints it.
+std::string tuple_text(at::IntArrayRef sizes);
 
 // Bytes of logits in a chunk of the model's loss, if it chooses its chunks itself.
 std::optional<int64_t> chunk_logit_bytes(Model& model);

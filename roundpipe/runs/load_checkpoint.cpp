@@ -183,7 +183,9 @@ void load_fused_part(StoredCheckpoint& stored, const Request& request, const Mod
     first_rates.push_back(group.first_rate.value_or(group.options.lr));
   }
   request.fused->restore(std::move(options), std::move(first_rates), stored.state().at("steps").get<int64_t>());
-  load_fused(stored, names, places, *request.fused);
+  load_fused(
+      stored, names, places,
+      {*request.fused->core(), request.fused->algorithm(), request.fused->moments(), request.fused->all_options()});
 }
 
 // What the checkpoint has beside the weights of a training by libtorch's optimizer.

@@ -3,9 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/runs/state_reads.h>
 
 namespace roundpipe {
 
@@ -17,14 +19,15 @@ struct Converted {
   at::Tensor weight;      // takes the saved weights
   at::Tensor saved_rest;  // takes what their master has beyond them; undefined if nothing was saved
   at::Tensor target;      // the model's weights
-  at::Tensor remainder;   // the model's; undefined for fp32
+  at::Tensor remainder;   // the model's, of the elements of `range`; undefined for fp32
+  std::optional<ElementsOf> range;
 
   void finish() const {
     const at::NoGradGuard no_grad;
     at::Tensor master = weight.to(at::kFloat);
     if (saved_rest.defined() && saved_rest.scalar_type() == at::kShort) {
       master = at::empty(weight.sizes(), at::kFloat);
-      optim::join(weight, saved_rest, master, *optim::ThreadPool::current());
+      optim::join(weight, saved_rest.contiguous(), master, *optim::ThreadPool::current());
     } else if (saved_rest.defined()) {
       master = saved_rest;
     }
@@ -32,18 +35,25 @@ struct Converted {
       const at::Tensor high = at::empty_like(master, at::kBFloat16), low = at::empty_like(master, at::kShort);
       optim::split(master, high, low, *optim::ThreadPool::current());
       target.copy_(high);
-      remainder.copy_(low);
+      remainder.copy_(own(low));
       return;
     }
     target.copy_(master);
-    if (remainder.defined()) remainder.copy_(master);
+    if (remainder.defined()) remainder.copy_(own(master));
+  }
+
+  // This process's elements, in the order of the parameter's memory.
+  at::Tensor own(const at::Tensor& values) const {
+    if (!range) return values;
+    return own_elements(at::empty_strided(target.sizes(), target.strides(), values.options()).copy_(values), range);
   }
 };
 
 class FusedLoad {
  public:
-  FusedLoad(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places, Optimizer& optimizer)
-      : stored_(stored), names_(names), places_(places), optimizer_(optimizer), core_(*optimizer.core()) {}
+  FusedLoad(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
+            const FusedTarget& target)
+      : stored_(stored), names_(names), places_(places), target_(target), core_(target.core), reads_(stored) {}
 
   void run() {
     for (size_t b = 0; b < core_.block_count(); ++b) {
@@ -62,7 +72,9 @@ class FusedLoad {
         if (source.second == conversion.in_file) apart.insert(name);
       }
     }
+    for (const auto& [name, tensor] : reads_.whole_tensors()) destinations_[kOptimizer].emplace_back(name, tensor);
     places_.load(apart, std::move(destinations_));
+    reads_.read();
     for (const Converted& conversion : converted_) conversion.finish();
     core_.accept_weights();
   }
@@ -78,53 +90,51 @@ class FusedLoad {
     }
     const int group = core_.block(block).group(index);
     if (group < 0 || !is_stored) return;
-    place_moments(name, parameter, optimizer_.all_options().at(static_cast<size_t>(group)),
+    std::optional<ElementsOf> range;
+    if (target_.is_shared) {
+      const optim::ElementRange shard = core_.block(block).shard(index);
+      range = {shard.first, shard.last};
+    }
+    place_moments(name, parameter, range, target_.options.at(static_cast<size_t>(group)),
                   core_.block(block).state(index));
     const at::Tensor& remainder = core_.block(block).remainder(index);
-    std::string saved_rest;
-    for (const char* const kind : {kMasterRemainder, kMaster}) {
-      if (stored_.section(kOptimizer).contains(concat(name, "/", kind))) saved_rest = concat(name, "/", kind);
+    const char* saved_rest = nullptr;
+    for (const char* const kind : {kMaster, kMasterRemainder}) {
+      if (stored_.parts().contains(concat(name, "/", kind))) saved_rest = kind;
     }
     if (places_.dtype(name) != parameter.scalar_type()) {
-      convert(name, saved_rest, newest_.contains(name) ? newest_[name] : parameter.detach(), remainder);
-    } else if (remainder.defined() && !saved_rest.empty()) {
-      destinations_[kOptimizer].emplace_back(saved_rest, remainder);
+      const std::string& in_file = places_.sources().at(name).second;
+      const saving::StoredTensor& weights = stored_.section(kWeights).at(in_file);
+      const at::Tensor target = newest_.contains(name) ? newest_[name] : parameter.detach();
+      Converted conversion{in_file, at::empty(weights.shape, weights.dtype), {}, target, remainder, range};
+      if (saved_rest != nullptr) conversion.saved_rest = reads_.whole(name, saved_rest, parameter.sizes());
+      converted_.push_back(std::move(conversion));
+    } else if (remainder.defined() && saved_rest != nullptr) {
+      reads_.take(name, saved_rest, remainder, parameter.detach(), range);
     }
   }
 
-  void place_moments(const std::string& name, const at::Tensor& parameter, const optim::Hyperparameters& options,
-                     optim::ParameterState& state) {
+  void place_moments(const std::string& name, const at::Tensor& parameter, const std::optional<ElementsOf>& range,
+                     const optim::Hyperparameters& options, optim::ParameterState& state) {
     state = {};
-    const nlohmann::json& counters = stored_.state().at("counters");
-    if (!counters.contains(name)) return;
-    state = optim::make_state(optimizer_.algorithm(), options, optimizer_.moments(), parameter);
-    const nlohmann::json& own = counters.at(name);
-    state.scalars = {own.at("step").get<double>(), own.at("mu_product").get<double>(), own.at("eta").get<double>(),
-                     own.at("mu").get<double>()};
+    const nlohmann::json* const counters = stored_.counters(name);
+    const at::Tensor own = own_elements(parameter.detach(), range);
+    if (counters == nullptr || (range && own.numel() == 0)) return;
+    state = optim::make_state(target_.algorithm, options, target_.moments, own);
+    state.scalars = {counters->at("step").get<double>(), counters->at("mu_product").get<double>(),
+                     counters->at("eta").get<double>(), counters->at("mu").get<double>()};
     const std::vector<std::string> moments =
-        optim::state_names(optimizer_.algorithm(), options, optimizer_.moments(), parameter.sizes());
+        optim::state_names(target_.algorithm, options, target_.moments, parameter.sizes());
     for (size_t i = 0; i < moments.size(); ++i)
-      destinations_[kOptimizer].emplace_back(concat(name, "/", moments[i]), state.tensors[i]);
-  }
-
-  void convert(const std::string& name, const std::string& saved_rest, const at::Tensor& target,
-               const at::Tensor& remainder) {
-    const std::string& in_file = places_.sources().at(name).second;
-    const StoredTensor& weights = stored_.section(kWeights).at(in_file);
-    Converted conversion{in_file, at::empty(weights.shape, weights.dtype), {}, target, remainder};
-    if (!saved_rest.empty()) {
-      const StoredTensor& rest = stored_.section(kOptimizer).at(saved_rest);
-      conversion.saved_rest = at::empty(rest.shape, rest.dtype);
-      destinations_[kOptimizer].emplace_back(saved_rest, conversion.saved_rest);
-    }
-    converted_.push_back(std::move(conversion));
+      reads_.take(name, moments[i], state.tensors[i], parameter.detach(), range);
   }
 
   const StoredCheckpoint& stored_;
   const ModelNames& names_;
   const WeightPlaces& places_;
-  Optimizer& optimizer_;
+  const FusedTarget& target_;
   runtime::ModelOptimizer& core_;
+  StateReads reads_;
   StoredCheckpoint::Destinations destinations_;
   std::vector<Converted> converted_;
   std::map<size_t, std::vector<at::Tensor>> next_weights_;  // by block
@@ -134,8 +144,8 @@ class FusedLoad {
 }  // namespace
 
 void load_fused(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
-                Optimizer& optimizer) {
-  FusedLoad(stored, names, places, optimizer).run();
+                const FusedTarget& target) {
+  FusedLoad(stored, names, places, target).run();
 }
 
 }  // namespace roundpipe

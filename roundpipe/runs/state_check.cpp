@@ -51,7 +51,7 @@ int64_t element_bytes(std::string_view name) {
 // Checks one file's state.
 class Check {
  public:
-  Check(const StoredSection& tensors, const std::string& where) : tensors_(tensors), where_(where) {}
+  Check(const saving::StoredSection& tensors, const std::string& where) : tensors_(tensors), where_(where) {}
 
   template <typename... Parts>
   [[noreturn]] void refuse(const Parts&... what) const {
@@ -194,7 +194,7 @@ class Check {
     const json* const own = entry(saved, "torch");
     const bool is_tensor = own != nullptr && own->is_object() && own->size() == 1 && own->contains("tensor");
     if (!is_tensor) refuse("'random' has no state of torch");
-    const StoredTensor& tensor = tensors_.at(own->at("tensor").get<std::string>());
+    const saving::StoredTensor& tensor = tensors_.at(own->at("tensor").get<std::string>());
     if (tensor.dtype != at::kByte || tensor.shape.size() != 1) refuse("'random' has a state of torch that is no bytes");
   }
 
@@ -273,13 +273,13 @@ class Check {
     }
   }
 
-  const StoredSection& tensors_;
+  const saving::StoredSection& tensors_;
   const std::string& where_;
 };
 
 }  // namespace
 
-void check_state(const json& state, StateKind kind, const StoredSection& tensors, const std::string& where) {
+void check_state(const json& state, StateKind kind, const saving::StoredSection& tensors, const std::string& where) {
   const Check check(tensors, where);
   if (!state.is_object()) check.refuse("the state is ", state.type_name(), ", expected an object");
   if (kind != StateKind::kRank) {
@@ -309,8 +309,8 @@ void check_state(const json& state, StateKind kind, const StoredSection& tensors
   if (kind == StateKind::kRank && state.contains("ranges")) check.ranges(state);
 }
 
-void check_ranges(const std::vector<json>& states, const std::vector<StoredSections>& sections,
-                  const StoredSection& weights, const std::string& folder) {
+void check_ranges(const std::vector<json>& states, const std::vector<saving::StoredSections>& sections,
+                  const saving::StoredSection& weights, const std::string& folder) {
   const auto refuse = [&](const std::string& name, const auto&... what) {
     throw Error(concat("[", folder, "] '", shown(name), "' ", what..., "; the checkpoint is damaged, use another one"));
   };

@@ -93,6 +93,58 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
   if (!states_of_ranks_.empty()) {
     reading(folder_, [&] { check_ranges(states_of_ranks_, sections_of_ranks_, section(kWeights), folder_); });
   }
+  if (contents_ == Contents::kWeights) return;
+  for (int64_t rank = 0; rank < nodes(); ++rank) add_parts(rank);
+  for (auto& [key, parts] : parts_) std::ranges::stable_sort(parts, {}, &Part::first);
+}
+
+void StoredCheckpoint::add_parts(int64_t rank) {
+  const auto optimizer = sections(rank).find(kOptimizer);
+  if (optimizer == sections(rank).end()) return;
+  for (const auto& [key, tensor] : optimizer->second) {
+    Part part{tensor, 0, std::nullopt};
+    if (nodes() > 1) {
+      const json& range = state(rank).at("ranges").at(key.substr(0, key.rfind('/')));
+      part.first = range[0].get<int64_t>();
+      part.last = range[1].get<int64_t>();
+    }
+    parts_[key].push_back(std::move(part));
+  }
+}
+
+const std::vector<StoredCheckpoint::Part>& StoredCheckpoint::parts_of(const std::string& key) const {
+  const auto found = parts_.find(key);
+  if (found != parts_.end()) return found->second;
+  require_whole({kOptimizer});
+  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", checkpoint::shown(key),
+                                 "' in its optimizer files, expected it, as its state says; use another checkpoint"));
+}
+
+const json* StoredCheckpoint::counters(const std::string& name) const {
+  for (int64_t rank = 0; rank < nodes(); ++rank) {
+    const auto counters = state(rank).find("counters");
+    if (counters == state(rank).end()) continue;
+    const auto found = counters->find(name);
+    if (found != counters->end()) return &*found;
+  }
+  return nullptr;
+}
+
+std::optional<std::vector<int64_t>> StoredCheckpoint::strides(const std::string& name) const {
+  const auto strides = state(0).find("strides");
+  if (nodes() == 1 || strides == state(0).end() || !strides->contains(name)) return std::nullopt;
+  return strides->at(name).get<std::vector<int64_t>>();
+}
+
+std::vector<int64_t> StoredCheckpoint::shape(const std::string& name) const {
+  const auto weights = section(kWeights).find(name);
+  if (weights != section(kWeights).end()) return weights->second.shape;
+  int64_t end = 0;
+  for (const auto& [key, parts] : parts_) {
+    if (!key.starts_with(name + "/")) continue;
+    for (const Part& part : parts) end = std::max(end, part.last ? *part.last : part.count());
+  }
+  return {end};
 }
 
 void StoredCheckpoint::add_section(const std::string& file) {
@@ -185,7 +237,7 @@ const StoredCheckpoint::Section& StoredCheckpoint::section(const std::string& na
   return found == sections_.end() ? none : found->second;
 }
 
-const StoredTensor& StoredCheckpoint::place(const std::string& section_name, const std::string& name) const {
+const saving::StoredTensor& StoredCheckpoint::place(const std::string& section_name, const std::string& name) const {
   const Section& found = section(section_name);
   const auto tensor = found.find(name);
   if (tensor != found.end()) return tensor->second;

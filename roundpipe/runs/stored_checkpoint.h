@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -15,7 +16,6 @@
 #include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/state_value.h>
-#include <roundpipe/runs/stored_tensor.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
@@ -28,8 +28,8 @@ namespace roundpipe {
 // files. Thread safety: one thread.
 class StoredCheckpoint {
  public:
-  using Section = StoredSection;
-  using Sections = StoredSections;
+  using Section = saving::StoredSection;
+  using Sections = saving::StoredSections;
   // Tensors to read, by section, name in the files, and the host tensor that takes the values.
   using Destinations = std::map<std::string, std::vector<std::pair<std::string, at::Tensor>>>;
   // The same by file.
@@ -56,6 +56,27 @@ class StoredCheckpoint {
   const Section& section(const std::string& name) const;
   // All sections or, with a rank, those of which each rank has its own.
   const Sections& sections(int64_t rank = kOfAll) const;
+
+  // A stored tensor of an optimizer's state, of some elements of its parameter, counted in the order of memory.
+  struct Part {
+    saving::StoredTensor tensor;
+    int64_t first = 0;
+    std::optional<int64_t> last;  // the one after; none: all elements, in the order of the parameter's dimensions
+
+    // How many elements the tensor itself has.
+    int64_t count() const { return c10::multiply_integers(tensor.shape); }
+  };
+  // The optimizer's tensors by name, each in the order of its elements. parts_of() throws damage for one that is not
+  // there, as the state says it is.
+  const std::map<std::string, std::vector<Part>>& parts() const { return parts_; }
+  const std::vector<Part>& parts_of(const std::string& key) const;
+  // A fused optimizer's counters of a parameter; null if there are none.
+  const nlohmann::json* counters(const std::string& name) const;
+  // The strides of a parameter that several nodes have cut, if it was not contiguous.
+  std::optional<std::vector<int64_t>> strides(const std::string& name) const;
+  // The shape of a trained parameter; one dimension if the weight files have it under another name.
+  std::vector<int64_t> shape(const std::string& name) const;
+
   // Decodes a value of a state.
   StateValue value(const nlohmann::json& encoded, const std::string& path, int64_t rank = kOfAll);
   // A fingerprint of such a value: the same for the same values in the states of any ranks.
@@ -80,12 +101,13 @@ class StoredCheckpoint {
   void add_section(const std::string& file);
   Section header(const std::string& file) const;
   Section state_tensor_places(int64_t rank) const;
+  void add_parts(int64_t rank);
   void check_state_of(int64_t rank, const nlohmann::json& state) const;
   // The tensors that the values of a state refer to, read and verified the first time.
   const std::map<std::string, at::Tensor>& state_tensors(int64_t rank);
   std::string path_of(const std::string& file) const;
   const checkpoint::FileRecord& record_of(const std::string& file) const;
-  const StoredTensor& place(const std::string& section, const std::string& name) const;
+  const saving::StoredTensor& place(const std::string& section, const std::string& name) const;
 
   using Progress = std::function<void(int64_t)>;
   void check_shape(const std::string& file, const std::string& name, const at::Tensor& taker) const;
@@ -103,6 +125,7 @@ class StoredCheckpoint {
   std::string text_;
   nlohmann::json state_;
   Sections sections_;
+  std::map<std::string, std::vector<Part>> parts_;
   // By rank, of several nodes.
   std::vector<std::string> texts_of_ranks_;
   std::vector<nlohmann::json> states_of_ranks_;

@@ -1,5 +1,7 @@
 #include <roundpipe/runs/weight_places.h>
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/error.h>
@@ -7,13 +9,13 @@
 namespace roundpipe {
 
 WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& names) : stored_(stored) {
-  for (const NamedParameters* const tensors : {&names.parameters, &names.buffers})
-    targets_.insert(tensors->begin(), tensors->end());
+  for (const NamedParameters* const tensors : {&names.buffers, &names.parameters})
+    targets_.insert(targets_.end(), tensors->begin(), tensors->end());
+  const nlohmann::json& tied = stored.state().at("tied");
   std::set<Source> used;
   for (const auto& [name, target] : targets_) {
-    std::vector<std::string> candidates{name};
-    if (stored.state().at("tied").contains(name))
-      candidates.push_back(stored.state().at("tied").at(name).get<std::string>());
+    std::vector<std::string> candidates{names.file_name(name)};
+    if (tied.contains(name)) candidates.push_back(names.file_name(tied.at(name).get<std::string>()));
     for (const std::string& candidate : candidates) {
       for (const char* const section : {kWeights, kBuffers}) {
         if (sources_.contains(name) || !stored.section(section).contains(candidate)) continue;
@@ -29,15 +31,19 @@ WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& nam
       if (!used.contains({section, name})) unexpected_.push_back(name);
     }
   }
+  std::ranges::sort(unexpected_);
 }
 
 void WeightPlaces::check_shapes() const {
-  for (const auto& [name, source] : sources_) {
-    const std::vector<int64_t>& shape = stored_.section(source.first).at(source.second).shape;
-    if (targets_.at(name).sizes() == at::IntArrayRef(shape)) continue;
-    stored_.require_whole({source.first});
-    throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(shape), " in ",
-                                       stored_.folder(), ", expected ", targets_.at(name).sizes(),
+  for (const auto& [name, target] : targets_) {
+    const auto source = sources_.find(name);
+    if (source == sources_.end()) continue;
+    const auto& [section, in_file] = source->second;
+    const std::vector<int64_t>& shape = stored_.section(section).at(in_file).shape;
+    if (target.sizes() == at::IntArrayRef(shape)) continue;
+    stored_.require_whole({section});
+    throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", tuple_text(shape), " in ",
+                                       stored_.folder(), ", expected ", tuple_text(target.sizes()),
                                        "; load it into the model that was saved"));
   }
 }
@@ -53,9 +59,11 @@ void WeightPlaces::load(const std::set<std::string>& except_for, StoredCheckpoin
     for (const auto& [name, tensor] : tensors) taken[{section, name}] = tensor;
   }
   std::vector<std::pair<at::Tensor, at::Tensor>> again;
-  for (const auto& [name, source] : sources_) {
-    if (except_for.contains(name)) continue;
-    const at::Tensor target = targets_.at(name).detach();
+  for (const auto& [name, whole] : targets_) {
+    const auto found_source = sources_.find(name);
+    if (found_source == sources_.end() || except_for.contains(name)) continue;
+    const Source& source = found_source->second;
+    const at::Tensor target = whole.detach();
     const auto [found, is_first] = taken.emplace(source, target);
     if (is_first)
       beside[source.first].emplace_back(source.second, target);
@@ -65,7 +73,9 @@ void WeightPlaces::load(const std::set<std::string>& except_for, StoredCheckpoin
   stored_.read(beside);
   const at::NoGradGuard no_grad;
   for (const auto& [target, from] : again) target.copy_(from);
-  for (const auto& [name, source] : sources_) targets_.at(name).unsafeGetTensorImpl()->bump_version();
+  for (const auto& [name, target] : targets_) {
+    if (sources_.contains(name)) target.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 }  // namespace roundpipe

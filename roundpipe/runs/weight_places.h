@@ -18,7 +18,7 @@ class WeightPlaces {
   // By its name in the model, where each of them is in the files: its section and name there.
   using Source = std::pair<std::string, std::string>;
   const std::map<std::string, Source>& sources() const { return sources_; }
-  // Names that only the model has, and that only the checkpoint has.
+  // Names that only the model has, in its order; and that only the checkpoint has, as its files have them.
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& unexpected() const { return unexpected_; }
 
@@ -32,7 +32,7 @@ class WeightPlaces {
 
  private:
   const StoredCheckpoint& stored_;
-  std::map<std::string, at::Tensor> targets_;
+  NamedParameters targets_;  // buffers, then parameters
   std::map<std::string, Source> sources_;
   std::vector<std::string> missing_, unexpected_;
 };

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -39,6 +40,17 @@ struct Target {
 
 // Writes the values of a host tensor in the order of its dimensions, whatever its strides. Blocks.
 void write_tensor(const Target& target, const at::Tensor& tensor);
+
+// A tensor in one of a checkpoint's files.
+struct StoredTensor {
+  std::string file;
+  c10::ScalarType dtype = at::kFloat;
+  std::vector<int64_t> shape;
+  int64_t bytes = 0;
+};
+// Those of one kind of files, by their names there; and of all, by the kind: "model", "optimizer", ...
+using StoredSection = std::map<std::string, StoredTensor>;
+using StoredSections = std::map<std::string, StoredSection>;
 
 // A tensor of a file, by its name there, and the host tensor that takes its values, cast to that one's dtype.
 using Destination = std::pair<std::string, at::Tensor>;

@@ -10,8 +10,7 @@ import torch
 
 from roundpipe import _core
 from roundpipe.files import new_folder
-from roundpipe.saving.capture import BUFFERS, OPTIMIZER, REMAINDERS, WEIGHTS
-from roundpipe.saving.state_reads import StateReads
+from roundpipe.saving.capture import BUFFERS, OPTIMIZER, WEIGHTS
 from roundpipe.saving.stored import StoredCheckpoint
 
 _HUGGING_FACE = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
@@ -51,20 +50,21 @@ def to_dcp(source: Path, out: Path) -> None:
         entries = stored.tensors.get(section, {})
         values[section] = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
     model = {**values[BUFFERS], **values[WEIGHTS]}
-    reads = StateReads(stored)
+    reads = _core.StateReads(stored.core)
     kept: dict[tuple[str, str], torch.Tensor] = {}
-    for key in stored.parts:
+    for key in stored.core.optimizer_keys:
         name, kind = key.rsplit("/", 1)
-        kept[name, kind] = reads.whole(name, kind, stored.shape(name))
-    stored.read({**values, OPTIMIZER: reads.whole_tensors})
+        kept[name, kind] = reads.whole(name, kind, stored.core.shape(name))
+    wanted = {section: list(tensors.items()) for section, tensors in values.items()}
+    stored.core.read({**wanted, OPTIMIZER: reads.whole_tensors})
     reads.read()
     state: dict[str, dict[str, Any]] = {}
     for (name, kind), value in kept.items():
-        if kind == REMAINDERS[torch.int16]:
+        if kind == "master_remainder":
             master = torch.empty(value.shape)
             _core.join(model[name], value.contiguous(), master)
             model[name] = master
-        elif kind in (REMAINDERS[torch.float32], "copy"):
+        elif kind in ("master", "copy"):
             model[name] = value
         elif kind != "copy_grad":
             state.setdefault(name, {})[kind] = value

@@ -25,9 +25,6 @@ from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 from roundpipe.step.torch_steps import TorchSteps
 
-REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
-"""Names of the part of an fp32 master that a 16-bit weight lacks; all of it for fp16."""
-
 WEIGHTS, BUFFERS, PREVIOUS, OPTIMIZER, GRADIENTS = "model", "buffers", "previous", "optimizer", "gradients"
 
 

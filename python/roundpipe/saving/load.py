@@ -16,14 +16,12 @@ from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving.capture import BUFFERS, WEIGHTS, arithmetic_of, chunk_logit_bytes, optimizer_kind
-from roundpipe.saving.fused import load_fused
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
 from roundpipe.saving.prepared import Prepared, prepared
 from roundpipe.saving.ranks import ranks_of_call
 from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.saving.torch_state import load_torch
-from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.binding import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
@@ -157,7 +155,7 @@ class _Opened:
 
     stored: StoredCheckpoint
     names: ModelNames
-    places: WeightPlaces
+    places: _core.WeightPlaces
     own: OwnState | None
     values: Prepared | None
 
@@ -179,7 +177,7 @@ def _open(path: Path, request: _Request) -> _Opened:
         group.save.wait_over()
     stored = StoredCheckpoint(path, request.weights_only)
     names = names_of(request.model)
-    places = WeightPlaces(stored, names)
+    places = _core.WeightPlaces(stored.core, names.core())
     if request.weights_only:
         _check_weights(stored, request, names, places)
         return _Opened(stored, names, places, None, None)
@@ -196,22 +194,34 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
     stored, own, values, names, places = opened.stored, opened.own, opened.values, opened.names, opened.places
     model, group, ranks = request.model, request.model._step_group, request.ranks
     if own is None or values is None:
-        places.load_plain()
-        stored.verify_rest(ranks.rank, ranks.size)
+        places.load()
+        stored.core.verify_rest(ranks.rank, ranks.size)
         if isinstance(group, FusedSteps):
             for parameter in names.parameters.values():
                 if id(parameter) in group.binding.trained:
                     group.binding.restart_master(parameter)
             group.binding.core.accept_weights()
-        return Loaded(stored.manifest.step, stored.folder, {}, places.missing, places.unexpected)
+        return Loaded(stored.manifest.step, stored.folder, {}, tuple(places.missing), tuple(places.unexpected))
     if isinstance(group, FusedSteps):
-        load_fused(stored, names, places, group, request.optimizer, values.groups, ranks)
+        optimizer = request.optimizer
+        for ours, options in zip(optimizer.param_groups, values.groups, strict=True):
+            ours.update(options)
+        _core.load_fused(
+            stored.core,
+            names.core(),
+            places,
+            group.binding.core,
+            optimizer.algorithm,
+            optimizer.core_format,
+            optimizer.core_groups(),
+            is_shared=ranks.size > 1,
+        )
     else:
         assert isinstance(group, TorchSteps)
         load_torch(stored, names, places, group, request.optimizer, values)
     _load_own_buffers(stored, own, names)
     _load_gradients(stored, own, names, model)
-    stored.verify_rest(ranks.rank, ranks.size)
+    stored.core.verify_rest(ranks.rank, ranks.size)
     _load_run(stored, own, model)
     for scheduler, value in zip(request.schedulers, values.schedules, strict=True):
         try:
@@ -229,13 +239,13 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
         if name in values.state:
             taker.load_state_dict(values.state[name])
     own.restore_random_states(values.random)
-    return Loaded(stored.manifest.step, stored.folder, values.state, places.missing, places.unexpected)
+    return Loaded(stored.manifest.step, stored.folder, values.state, tuple(places.missing), tuple(places.unexpected))
 
 
-def _check_weights(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: WeightPlaces) -> None:
+def _check_weights(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: _core.WeightPlaces) -> None:
     """Raises ValueError for weights that do not fit, before anything is changed."""
     if request.strict and (places.missing or places.unexpected):
-        stored.require_whole(WEIGHTS, BUFFERS)
+        stored.core.require_whole([WEIGHTS, BUFFERS])
         raise ValueError(
             f"[load_checkpoint] {stored.folder} lacks {_some(places.missing)} of the model and has "
             f"{_some(places.unexpected)} that the model lacks, expected a checkpoint of this model; give strict=False "

@@ -37,6 +37,10 @@ class ModelNames:
     in_file: dict[str, str] = field(default_factory=dict)
     adapter: str | None = None
 
+    def core(self) -> _core.ModelNames:
+        """The same for the engine."""
+        return _core.ModelNames(list(self.parameters.items()), list(self.buffers.items()), self.outside, self.in_file)
+
     def by_id(self) -> dict[int, str]:
         """The name of each parameter, by its id."""
         return {id(parameter): name for name, parameter in self.parameters.items()}

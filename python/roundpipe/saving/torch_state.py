@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from roundpipe import _core
 from roundpipe.saving.capture import OPTIMIZER, PREVIOUS
 from roundpipe.saving.names import ModelNames
 from roundpipe.saving.prepared import Prepared
 from roundpipe.saving.stored import StoredCheckpoint
-from roundpipe.saving.weights import WeightPlaces
 from roundpipe.step.torch_steps import TorchSteps
 
 
 def load_torch(
     stored: StoredCheckpoint,
     names: ModelNames,
-    places: WeightPlaces,
+    places: _core.WeightPlaces,
     group: TorchSteps,
     optimizer: Any,
     values: Prepared,
@@ -44,7 +44,7 @@ def load_torch(
                 in_copies[f"{name}/copy_grad"] = copy.landed_grad
             else:
                 copy.landed_grad = None
-    places.load_plain(except_for=own.keys() & places.sources.keys(), beside={PREVIOUS: own, OPTIMIZER: in_copies})
+    places.load(own.keys() & places.sources.keys(), {PREVIOUS: list(own.items()), OPTIMIZER: list(in_copies.items())})
     for weights, loaded in from_weights:
         weights.copy_(loaded)
     group.accept_loaded(unpublished=bool(own))

@@ -2,7 +2,9 @@
 
 #include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/runs/capture.h>
+#include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/run_folders.h>
+#include <roundpipe/runs/state_reads.h>
 
 #include "bindings.h"
 #include "state_values.h"
@@ -63,25 +65,50 @@ uint64_t fingerprint(StoredCheckpoint& stored, const py::list& keys, int64_t ran
   return stored.fingerprint(encoded, rank);
 }
 
-using Ranges = std::map<std::string, std::vector<std::tuple<std::string, int64_t, at::Tensor>>>;
-
-void read_ranges(const StoredCheckpoint& stored, const Ranges& ranges) {
-  StoredCheckpoint::FileRanges by_file;
-  for (const auto& [file, parts] : ranges) {
-    for (const auto& [name, first, tensor] : parts) by_file[file].push_back({name, first, tensor});
-  }
-  stored.read_ranges(by_file);
+void bind_reads(py::module_& module) {
+  py::class_<ModelNames>(module, "ModelNames")
+      .def(py::init<NamedParameters, NamedParameters, std::set<std::string>, std::map<std::string, std::string>>(),
+           py::arg("parameters"), py::arg("buffers"), py::arg("outside"), py::arg("in_file"));
+  py::class_<WeightPlaces>(module, "WeightPlaces")
+      .def(py::init<const StoredCheckpoint&, const ModelNames&>(), py::arg("stored"), py::arg("names"),
+           py::keep_alive<1, 2>())
+      .def_property_readonly("sources", &WeightPlaces::sources)
+      .def_property_readonly("missing", &WeightPlaces::missing)
+      .def_property_readonly("unexpected", &WeightPlaces::unexpected)
+      .def("check_shapes", &WeightPlaces::check_shapes, py::call_guard<py::gil_scoped_release>())
+      .def("load", &WeightPlaces::load, py::arg("except_for") = std::set<std::string>(),
+           py::arg("beside") = StoredCheckpoint::Destinations(), py::call_guard<py::gil_scoped_release>());
+  py::class_<StateReads>(module, "StateReads")
+      .def(py::init<const StoredCheckpoint&>(), py::arg("stored"), py::keep_alive<1, 2>())
+      .def("take", &StateReads::take, py::arg("name"), py::arg("kind"), py::arg("target"), py::arg("like"),
+           py::arg("range"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "whole",
+          [](StateReads& reads, const std::string& name, const std::string& kind, const std::vector<int64_t>& shape) {
+            return reads.whole(name, kind, shape);
+          },
+          py::arg("name"), py::arg("kind"), py::arg("shape"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("whole_tensors", &StateReads::whole_tensors)
+      .def("read", &StateReads::read, py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "load_fused",
+      [](const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
+         runtime::ModelOptimizer& optimizer, optim::Algorithm algorithm, optim::MomentFormat moments,
+         const std::vector<optim::Hyperparameters>& options,
+         bool is_shared) { load_fused(stored, names, places, {optimizer, algorithm, moments, options, is_shared}); },
+      py::arg("stored"), py::arg("names"), py::arg("places"), py::arg("optimizer"), py::arg("algorithm"),
+      py::arg("moments"), py::arg("options"), py::arg("is_shared"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
 
 void bind_stored_checkpoint(py::module_& module) {
   constexpr int64_t kOfAll = StoredCheckpoint::kOfAll;
-  ValueClass<StoredTensor>(module, "StoredTensor")
-      .attribute("file", &StoredTensor::file)
-      .attribute("torch_dtype", &StoredTensor::dtype)
-      .attribute("shape", [](const StoredTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
-      .attribute("bytes", &StoredTensor::bytes);
+  ValueClass<saving::StoredTensor>(module, "StoredTensor")
+      .attribute("file", &saving::StoredTensor::file)
+      .attribute("torch_dtype", &saving::StoredTensor::dtype)
+      .attribute("shape", [](const saving::StoredTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
+      .attribute("bytes", &saving::StoredTensor::bytes);
   py::class_<StoredCheckpoint>(module, "StoredCheckpoint")
       .def(py::init([](const std::string& folder, bool weights_only) {
              const py::gil_scoped_release unlocked;
@@ -95,11 +122,19 @@ void bind_stored_checkpoint(py::module_& module) {
       .def("value", &value, py::arg("keys"), py::arg("path"), py::arg("rank") = kOfAll)
       .def("fingerprint", &fingerprint, py::arg("keys"), py::arg("rank") = kOfAll)
       .def("read_files", &read_files, py::arg("destinations"), py::call_guard<py::gil_scoped_release>())
-      .def("read_ranges", &read_ranges, py::arg("ranges"), py::call_guard<py::gil_scoped_release>())
+      .def("read", &StoredCheckpoint::read, py::arg("destinations"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("optimizer_keys",
+                             [](const StoredCheckpoint& stored) {
+                               std::vector<std::string> keys;
+                               for (const auto& [key, parts] : stored.parts()) keys.push_back(key);
+                               return keys;
+                             })
+      .def("shape", &StoredCheckpoint::shape, py::arg("name"))
       .def("require_whole", &StoredCheckpoint::require_whole, py::arg("sections"),
            py::call_guard<py::gil_scoped_release>())
       .def("verify_rest", &StoredCheckpoint::verify_rest, py::arg("rank") = 0, py::arg("size") = 1,
            py::call_guard<py::gil_scoped_release>());
+  bind_reads(module);
   py::class_<KeptFallBack>(module, "FallBack")
       .def(py::init<const std::string&>(), py::arg("folder"))
       .def("next", &next, py::call_guard<py::gil_scoped_release>())

@@ -23,7 +23,6 @@ from node_files import BLOCK, cut_checkpoint, own_part
 from roundpipe import RoundPipe, RoundPipeError, _core
 from roundpipe.runs.command import app
 from roundpipe.saving.own_state import OwnState
-from roundpipe.saving.state_reads import StateReads
 from roundpipe.saving.stored import StoredCheckpoint
 
 WIDTH = 48
@@ -171,7 +170,7 @@ def test_any_parts_are_read_from_any_parts(
     ends = cuts_of(sizes, here, block)
     size = len(here) + 1
     for rank in range(size):
-        reads = StateReads(stored)
+        reads = _core.StateReads(stored.core)
         wanted = {}
         for key, tensor in whole.items():
             parameter, kind = key.rsplit("/", 1)
@@ -182,7 +181,7 @@ def test_any_parts_are_read_from_any_parts(
             target = torch.full_like(expected, 77)
             reads.take(parameter, kind, target, like[parameter], (first, last))
             wanted[key] = target, expected
-        stored.read({"optimizer": reads.whole_tensors})
+        stored.core.read({"optimizer": reads.whole_tensors})
         reads.read()
         for key, (target, expected) in wanted.items():
             assert torch.equal(target, expected), key
@@ -199,12 +198,12 @@ def test_damage_is_found_by_the_rank_that_verifies_the_file(saved: Mapping[str, 
     found = []
     for rank in range(2):
         stored = StoredCheckpoint(folder)
-        reads = StateReads(stored)
+        reads = _core.StateReads(stored.core)
         target = torch.empty(10)
         reads.take("0.weight", "exp_avg", target, torch.empty(WIDTH, WIDTH), (20, 30))
         reads.read()
         try:
-            stored.verify_rest(rank, 2)
+            stored.core.verify_rest(rank, 2)
         except _core.DamagedCheckpointError as error:
             found.append(str(error))
     assert len(found) == 1 and "rank-00001-optimizer.safetensors: its checksum is" in found[0]
