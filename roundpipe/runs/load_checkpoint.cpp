@@ -27,15 +27,6 @@ using nlohmann::json;
 
 namespace {
 
-// At most four names, and how many more there are.
-std::string some(const std::vector<std::string>& names) {
-  if (names.empty()) return "nothing";
-  std::string shown;
-  for (size_t i = 0; i < std::min<size_t>(names.size(), 4); ++i)
-    shown += concat(i == 0 ? "" : ", ", "'", names[i], "'");
-  return names.size() > 4 ? concat(shown, " and ", names.size() - 4, " more") : shown;
-}
-
 // Calls `read` with what the state has under `path`; a value of another type than it asks for is damage.
 template <typename Read>
 auto decoded(StoredCheckpoint& stored, const json& encoded, const std::string& path, Read read) {
@@ -129,22 +120,7 @@ std::vector<GroupOptions> read_groups(StoredCheckpoint& stored, const Request& r
 // Throws std::invalid_argument for a checkpoint that does not fit, before anything is changed.
 void check(const StoredCheckpoint& stored, const Request& request, const ModelNames& names,
            const WeightPlaces& places) {
-  if (request.strict && (!places.missing().empty() || !places.unexpected().empty())) {
-    stored.require_whole({kWeights, kBuffers});
-    throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(), " lacks ", some(places.missing()),
-                                       " of the model and has ", some(places.unexpected()),
-                                       " that the model lacks, expected a checkpoint of this model; give strict = "
-                                       "false to load what fits"));
-  }
-  places.check_shapes();
-  for (const auto& [name, checksum] : stored.state().at("outside").items()) {
-    const auto found = std::ranges::find(names.parameters, name, &std::pair<std::string, at::Tensor>::first);
-    if (found == names.parameters.end() || nlohmann::json(sampled_checksum(found->second)) == checksum) continue;
-    throw std::invalid_argument(concat("[load_checkpoint] the frozen parameter '", name,
-                                       "' has other values than when ", stored.folder(),
-                                       " was saved, expected the same base, which the checkpoint does not hold; load "
-                                       "that base first"));
-  }
+  places.check(names, request.strict);
   if (request.weights_only) return;
   if (stored.nodes() > 1) {
     throw std::invalid_argument(concat("[load_checkpoint] ", stored.folder(), " was saved by ", stored.nodes(),

@@ -28,11 +28,11 @@ class StateValue {
   struct Bytes {
     std::string data;
   };
-  // What only Python has: an integer of more than 64 bits, in digits; a NumPy array or number, by the name of its type,
-  // such as "<f4", and its bytes. as_tensor() reads both of these.
+  // What only Python has: an integer of more than 64 bits, in digits.
   struct LargeInt {
     std::string digits;
   };
+  // An array or a number of NumPy: its bytes, and the name of its type, such as "<f4". as_tensor() reads it.
   struct Array {
     at::Tensor bytes;
     std::string dtype;

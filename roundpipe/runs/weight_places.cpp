@@ -8,6 +8,19 @@
 
 namespace roundpipe {
 
+namespace {
+
+// At most four names, and how many more there are.
+std::string some(const std::vector<std::string>& names) {
+  if (names.empty()) return "nothing";
+  std::string shown;
+  for (size_t i = 0; i < std::min<size_t>(names.size(), 4); ++i)
+    shown += concat(i == 0 ? "" : ", ", "'", names[i], "'");
+  return names.size() > 4 ? concat(shown, " and ", names.size() - 4, " more") : shown;
+}
+
+}  // namespace
+
 WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& names) : stored_(stored) {
   for (const NamedParameters* const tensors : {&names.buffers, &names.parameters})
     targets_.insert(targets_.end(), tensors->begin(), tensors->end());
@@ -34,7 +47,14 @@ WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& nam
   std::ranges::sort(unexpected_);
 }
 
-void WeightPlaces::check_shapes() const {
+void WeightPlaces::check(const ModelNames& names, bool strict) const {
+  if (strict && (!missing_.empty() || !unexpected_.empty())) {
+    stored_.require_whole({kWeights, kBuffers});
+    throw std::invalid_argument(concat("[load_checkpoint] ", stored_.folder(), " lacks ", some(missing_),
+                                       " of the model and has ", some(unexpected_),
+                                       " that the model lacks, expected a checkpoint of this model; give strict=False "
+                                       "to load what fits"));
+  }
   for (const auto& [name, target] : targets_) {
     const auto source = sources_.find(name);
     if (source == sources_.end()) continue;
@@ -45,6 +65,14 @@ void WeightPlaces::check_shapes() const {
     throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", tuple_text(shape), " in ",
                                        stored_.folder(), ", expected ", tuple_text(target.sizes()),
                                        "; load it into the model that was saved"));
+  }
+  const nlohmann::json& outside = stored_.state().at("outside");
+  for (const auto& [name, parameter] : names.parameters) {
+    if (!outside.contains(name) || outside.at(name) == sampled_checksum(parameter)) continue;
+    throw std::invalid_argument(concat("[load_checkpoint] the frozen parameter '", name,
+                                       "' has other values than when ", stored_.folder(),
+                                       " was saved, expected the same base, which the checkpoint does not hold; load "
+                                       "that base first"));
   }
 }
 

@@ -22,8 +22,9 @@ class WeightPlaces {
   const std::vector<std::string>& missing() const { return missing_; }
   const std::vector<std::string>& unexpected() const { return unexpected_; }
 
-  // Throws std::invalid_argument if a tensor has another shape than in the model.
-  void check_shapes() const;
+  // Throws std::invalid_argument for weights that do not fit, before anything is changed: if `strict`, names that only
+  // one of both has; other shapes; frozen parameters of another base than at the save. `names`: those of the model.
+  void check(const ModelNames& names, bool strict) const;
   c10::ScalarType dtype(const std::string& name) const;
 
   // Reads the values into the model's own tensors, cast where dtypes differ, but for the names in `except_for`.

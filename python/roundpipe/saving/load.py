@@ -15,7 +15,7 @@ from roundpipe import _core
 from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import BUFFERS, WEIGHTS, arithmetic_of, chunk_logit_bytes, optimizer_kind
+from roundpipe.saving.capture import arithmetic_of, chunk_logit_bytes, optimizer_kind
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.own_state import OwnState
 from roundpipe.saving.prepared import Prepared, prepared
@@ -177,13 +177,14 @@ def _open(path: Path, request: _Request) -> _Opened:
         group.save.wait_over()
     stored = StoredCheckpoint(path, request.weights_only)
     names = names_of(request.model)
-    places = _core.WeightPlaces(stored.core, names.core())
+    core_names = names.core()
+    places = _core.WeightPlaces(stored.core, core_names)
     if request.weights_only:
-        _check_weights(stored, request, names, places)
+        places.check(core_names, request.strict)
         return _Opened(stored, names, places, None, None)
     with stored.as_damage():
         own = OwnState(stored, request.ranks.rank, request.ranks.size)
-        _check_weights(stored, request, names, places)
+        places.check(core_names, request.strict)
         _check(stored, request, own)
         # Everything that may not fit is read before anything is changed.
         values = prepared(stored, own, names, request.optimizer, request.schedulers, request.scaler)
@@ -240,25 +241,6 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
             taker.load_state_dict(values.state[name])
     own.restore_random_states(values.random)
     return Loaded(stored.manifest.step, stored.folder, values.state, tuple(places.missing), tuple(places.unexpected))
-
-
-def _check_weights(stored: StoredCheckpoint, request: _Request, names: ModelNames, places: _core.WeightPlaces) -> None:
-    """Raises ValueError for weights that do not fit, before anything is changed."""
-    if request.strict and (places.missing or places.unexpected):
-        stored.core.require_whole([WEIGHTS, BUFFERS])
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} lacks {_some(places.missing)} of the model and has "
-            f"{_some(places.unexpected)} that the model lacks, expected a checkpoint of this model; give strict=False "
-            "to load what fits"
-        )
-    places.check_shapes()
-    for name, checksum in stored.state["outside"].items():
-        parameter = names.parameters.get(name)
-        if parameter is not None and _core.sampled_checksum(parameter) != checksum:
-            raise ValueError(
-                f"[load_checkpoint] the frozen parameter '{name}' has other values than when {stored.folder} was "
-                "saved, expected the same base, which the checkpoint does not hold; load that base first"
-            )
 
 
 def _check(stored: StoredCheckpoint, request: _Request, own: OwnState) -> None:

@@ -17,7 +17,6 @@ void bind_steps(py::module_& module) {
       .attribute("step", &FoundStep::step)
       .attribute("folder", &FoundStep::folder)
       .attribute("problem", &FoundStep::problem);
-  module.def("step_name", &step_name, py::arg("step"));
   module.def(
       "require_complete", [](const std::string& folder) { return require_complete(folder); }, py::arg("folder"),
       py::call_guard<py::gil_scoped_release>());

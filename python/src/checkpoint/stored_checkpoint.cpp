@@ -75,7 +75,7 @@ void bind_reads(py::module_& module) {
       .def_property_readonly("sources", &WeightPlaces::sources)
       .def_property_readonly("missing", &WeightPlaces::missing)
       .def_property_readonly("unexpected", &WeightPlaces::unexpected)
-      .def("check_shapes", &WeightPlaces::check_shapes, py::call_guard<py::gil_scoped_release>())
+      .def("check", &WeightPlaces::check, py::arg("names"), py::arg("strict"), py::call_guard<py::gil_scoped_release>())
       .def("load", &WeightPlaces::load, py::arg("except_for") = std::set<std::string>(),
            py::arg("beside") = StoredCheckpoint::Destinations(), py::call_guard<py::gil_scoped_release>());
   py::class_<StateReads>(module, "StateReads")
@@ -141,7 +141,6 @@ void bind_stored_checkpoint(py::module_& module) {
       .def(
           "damaged", [](KeptFallBack& kept, const std::string& problem) { kept.fall_back.damaged(problem); },
           py::arg("problem"));
-  module.def("of_rank", &of_rank, py::arg("name"), py::arg("rank"));
   module.def("checkpoints_in", &checkpoints_in, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
   module.def("sampled_checksum", &sampled_checksum, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
   module.def("latest", &latest, py::arg("folder"), py::call_guard<py::gil_scoped_release>());

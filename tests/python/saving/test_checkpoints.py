@@ -215,6 +215,25 @@ def test_a_failed_save_is_loud_and_training_goes_on(
     assert_same_state(ours, expected.final())
 
 
+def test_a_save_raises_what_its_calls_raised(
+    trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class OwnError(Exception):
+        pass
+
+    def refuse(*_: Any) -> None:
+        raise OwnError("of the loss")
+
+    trained.model.submit((torch.randn(6, 16, dtype=torch.bfloat16),), loss_fn=refuse)
+    save = trained.save(tmp_path)
+    for _ in range(2):
+        with pytest.raises(OwnError, match="of the loss") as raised:
+            save.wait()
+        assert any(entry.name == "refuse" for entry in raised.traceback)
+    assert "of the loss\n[save_checkpoint] step 2 was not saved; training goes on" in capsys.readouterr().err
+    assert roundpipe.latest(tmp_path) is None
+
+
 def test_values_without_an_encoding_are_refused_by_path(trained: Training, tmp_path: Path) -> None:
     class Odd:
         pass
