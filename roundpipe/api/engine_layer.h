@@ -4,6 +4,7 @@
 #include <string>
 
 #include <roundpipe/api/layer_instance.h>
+#include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe {
 

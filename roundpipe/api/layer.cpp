@@ -8,6 +8,7 @@
 #include <roundpipe/api/module_instance.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/runtime/model/layer.h>
 
 namespace roundpipe {
 

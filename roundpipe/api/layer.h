@@ -14,6 +14,10 @@
 
 #include <roundpipe/api/layer_instance.h>
 
+namespace roundpipe::runtime {
+class Layer;
+}
+
 namespace roundpipe {
 
 namespace detail {

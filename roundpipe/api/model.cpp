@@ -13,8 +13,10 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
+#include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
 #include <roundpipe/training/model_core.h>
 
