@@ -19,7 +19,7 @@ namespace nn = torch::nn;
 
 namespace {
 
-std::string quoted(const std::string& text) {
+std::string in_json(const std::string& text) {
   std::string out = "\"";
   for (const char letter : text) {
     if (letter == '"' || letter == '\\') out += '\\';
@@ -31,7 +31,7 @@ std::string quoted(const std::string& text) {
 std::string told;
 struct Listener : Frontend {
   bool warn(const std::string& notice) override {
-    told += (told.empty() ? "" : ", ") + quoted(notice);
+    told += (told.empty() ? "" : ", ") + in_json(notice);
     return true;
   }
 };
@@ -61,11 +61,11 @@ void try_each(Model& model, Optimizer& optimizer, const Call& call) {
       const std::string first = go_on(), second = go_on();
       result = concat("\"losses\": [", first, ", ", second, "]");
     } catch (const std::invalid_argument& error) {
-      result = concat("\"mistake\": ", quoted(error.what()));
+      result = concat("\"mistake\": ", in_json(error.what()));
     } catch (const Error& error) {
-      result = concat("\"error\": ", quoted(error.what()));
+      result = concat("\"error\": ", in_json(error.what()));
     } catch (const std::exception& error) {
-      result = concat("\"unexpected\": ", quoted(error.what()));
+      result = concat("\"unexpected\": ", in_json(error.what()));
     }
     std::cout << "{" << loaded << result << ", \"told\": [" << told << "], \"peak_kilobytes\": " << peak_kilobytes()
               << "}" << std::endl;
