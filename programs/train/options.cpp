@@ -215,9 +215,7 @@ optim::MomentFormat moment_format(const Options& options) {
 }
 
 LearningRate learning_rate(const Options& options, int64_t steps) {
-  if (options.schedule == "linear") return linear_rate(options.warmup_steps, steps, options.floor);
-  if (options.schedule == "cosine") return cosine_rate(options.warmup_steps, steps, options.floor);
-  return warmup_rate(options.warmup_steps);
+  return roundpipe::learning_rate(values_of(options), steps);
 }
 
 std::optional<LoraOptions> lora_of(const Options& options) {

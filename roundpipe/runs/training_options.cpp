@@ -259,11 +259,8 @@ void check_training_options(const OptionValues& values) {
   if (tokens_of_step(values) < length) {
     refuse("batch_tokens", value_of(values, "batch_tokens"), concat("at least --length, which is ", length));
   }
-  const OptionValue steps = value_of(values, "steps");
   if (!is_given(values, "steps")) return;
-  if (count_of(values, "warmup_steps") > count_of(values, "steps")) {
-    refuse("warmup_steps", value_of(values, "warmup_steps"), concat("at most --steps, which is ", option_text(steps)));
-  }
+  learning_rate(values, count_of(values, "steps"));
   if (*number_of(value_of(values, "epochs")) != 1) {
     throw std::invalid_argument("[train] --steps and --epochs are given, expected one of them");
   }
@@ -301,6 +298,18 @@ bool trains_adapters(const OptionValues& values) {
 double highest_learning_rate(const OptionValues& values) {
   if (const std::optional<double> given = number_of(value_of(values, "learning_rate"))) return *given;
   return trains_adapters(values) ? kAdapterRate : kFullRate;
+}
+
+LearningRate learning_rate(const OptionValues& values, int64_t steps) {
+  const int64_t warmup = count_of(values, "warmup_steps");
+  if (warmup > steps) {
+    refuse("warmup_steps", warmup, concat("at most the number of steps, which is ", steps));
+  }
+  const std::string schedule = text_of(values, "schedule");
+  const double floor = number_of(value_of(values, "floor")).value();
+  if (schedule == "linear") return linear_rate(warmup, steps, floor);
+  if (schedule == "cosine") return cosine_rate(warmup, steps, floor);
+  return warmup_rate(warmup);
 }
 
 int64_t tokens_of_step(const OptionValues& values) {

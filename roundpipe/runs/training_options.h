@@ -8,6 +8,8 @@
 #include <variant>
 #include <vector>
 
+#include <roundpipe/api/learning_rate.h>
+
 namespace roundpipe {
 
 // The value of an option; none: not given.
@@ -51,6 +53,8 @@ OptionValues fixed_training_options(const OptionValues& values);
 bool trains_adapters(const OptionValues& values);
 // The learning rate after the warm-up: adapters learn with a higher one.
 double highest_learning_rate(const OptionValues& values);
+// How the rate goes over a run of `steps` steps. Throws std::invalid_argument for a longer warm-up.
+LearningRate learning_rate(const OptionValues& values, int64_t steps);
 // The most tokens of a step.
 int64_t tokens_of_step(const OptionValues& values);
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -208,6 +209,16 @@ class TrainConfig:
         from roundpipe import _core
 
         return _core.highest_learning_rate(self._shared_values())
+
+    def rate_factor(self, steps: int) -> Callable[[int], float]:
+        """Maps a step of a run of so many, counted from 0, to its part of the highest learning rate.
+
+        Raises:
+            ValueError: the warm-up is longer than the run.
+        """
+        from roundpipe import _core
+
+        return _core.learning_rate(self._shared_values(), steps)
 
     @property
     def tokens_of_step(self) -> int:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +11,7 @@ from roundpipe import optim
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.optim.for_model import ForModel
 from roundpipe.step.binding import Moments
-from roundpipe.train.config import TrainConfig, refused
+from roundpipe.train.config import TrainConfig
 
 _RULES: dict[str, type[ForModel]] = {
     "adam": optim.Adam,
@@ -47,28 +45,11 @@ def _betas(rule: type[ForModel], config: TrainConfig) -> tuple[float, float] | N
     return tuple(mine if one is None else one for one, mine in zip(given, default, strict=True))  # type: ignore[return-value]
 
 
-def rate_factor(config: TrainConfig, steps: int) -> Callable[[int], float]:
-    """Maps a step, counted from 0, to its part of the highest learning rate.
+def make_schedule(optimizer: Any, config: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """The scheduler of a run of so many steps.
 
     Raises:
         ValueError: the warm-up is longer than the run.
     """
-    warmup, floor = config.warmup_steps, config.floor
-    if warmup > steps:
-        raise refused("warmup_steps", warmup, f"at most the number of steps, which is {steps}")
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        if config.schedule == "constant":
-            return 1.0
-        share = min(1.0, (step - warmup) / (steps - warmup)) if steps > warmup else 1.0
-        fallen = 1 - share if config.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * share))
-        return floor + (1 - floor) * fallen
-
-    return factor
-
-
-def make_schedule(optimizer: Any, config: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:
-    """The scheduler of a run of so many steps."""
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factor(config, steps))
+    factor = config.rate_factor(steps)
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factor(step))  # a function, which is not saved

@@ -1,3 +1,5 @@
+#include <pybind11/functional.h>
+
 #include <roundpipe/runs/training_options.h>
 
 #include "bindings.h"
@@ -18,6 +20,7 @@ void bind_training_options(py::module_& module) {
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
   module.def("trains_adapters", &trains_adapters, py::arg("values"));
   module.def("highest_learning_rate", &highest_learning_rate, py::arg("values"));
+  module.def("learning_rate", &learning_rate, py::arg("values"), py::arg("steps"));
   module.def("tokens_of_step", &tokens_of_step, py::arg("values"));
 }
 

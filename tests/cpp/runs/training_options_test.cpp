@@ -75,7 +75,7 @@ TEST_CASE("training options: values that do not fit each other are named") {
            {{{"momentum", 0.9}}, "--momentum is 0.9, expected it only for sgd, rmsprop, not for adamw"},
            {{{"batch_tokens", int64_t{2047}}}, "--batch-tokens is 2047, expected at least --length, which is 2048"},
            {{{"steps", int64_t{5}}, {"warmup_steps", int64_t{6}}},
-            "--warmup-steps is 6, expected at most --steps, which is 5"},
+            "--warmup-steps is 6, expected at most the number of steps, which is 5"},
            {{{"steps", int64_t{5}}, {"epochs", 2.0}}, "--steps and --epochs are given, expected one of them"},
        }) {
     CHECK_MESSAGE(refusal(values).find(said) != std::string::npos, refusal(values));
@@ -102,4 +102,21 @@ TEST_CASE("training options: defaults that depend on others") {
   CHECK(tokens_of_step({}) == 8 * 2048);
   CHECK(tokens_of_step({{"length", int64_t{16}}}) == 128);
   CHECK(tokens_of_step({{"length", int64_t{16}}, {"batch_tokens", int64_t{40}}}) == 40);
+}
+
+TEST_CASE("training options: how the learning rate goes") {
+  const auto rates = [](const OptionValues& values, int64_t steps) {
+    std::vector<double> all;
+    for (int64_t step = 0; step < steps + 2; ++step) all.push_back(learning_rate(values, steps)(step));
+    return all;
+  };
+  const OptionValue linear = std::string("linear"), constant = std::string("constant"), two = int64_t{2};
+  CHECK(rates({{"schedule", linear}}, 4) == std::vector<double>{1, 0.75, 0.5, 0.25, 0, 0});
+  CHECK(rates({{"schedule", linear}, {"floor", 0.5}}, 2) == std::vector<double>{1, 0.75, 0.5, 0.5});
+  CHECK(rates({{"schedule", linear}, {"warmup_steps", two}}, 2) == std::vector<double>{0.5, 1, 0, 0});
+  CHECK(rates({{"schedule", constant}, {"warmup_steps", two}}, 4) == std::vector<double>{0.5, 1, 1, 1, 1, 1});
+  CHECK(rates({}, 4)[1] == doctest::Approx(0.853553));  // a cosine
+  CHECK_THROWS_WITH_AS(learning_rate({{"warmup_steps", two}}, 1),
+                       "[train] --warmup-steps is 2, expected at most the number of steps, which is 1",
+                       std::invalid_argument);
 }

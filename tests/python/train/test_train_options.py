@@ -18,7 +18,7 @@ from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import load_model, meta_model
 from roundpipe.train.nodes import RunNodes
-from roundpipe.train.optimizer import make_optimizer, rate_factor
+from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.session import run
 from tiny_chat import byte_tokenizer, chat_file, model_folder
 
@@ -132,18 +132,17 @@ def test_options_of_the_optimizer(made: Callable[..., TrainConfig]) -> None:
         assert type(make_optimizer(model, made(optimizer=optimizer))).__name__ == name
 
 
-def test_learning_rates(made: Callable[..., TrainConfig]) -> None:
-    def rates(steps: int, **values: Any) -> list[float]:
-        factor = rate_factor(made(**values), steps)
-        return [round(factor(step), 6) for step in range(steps + 2)]
-
-    assert rates(4, schedule="linear") == [1, 0.75, 0.5, 0.25, 0, 0]
-    assert rates(4, schedule="linear", floor=0.2) == [1, 0.8, 0.6, 0.4, 0.2, 0.2]
-    assert rates(4, schedule="constant", warmup_steps=2) == [0.5, 1, 1, 1, 1, 1]
-    assert rates(4, schedule="cosine") == [1, 0.853553, 0.5, 0.146447, 0, 0]
-    assert rates(2, schedule="linear", warmup_steps=2) == [0.5, 1, 0, 0]
-    with pytest.raises(ValueError, match=r"--warmup-steps is 5, expected at most the number of steps, which is 4"):
-        rates(4, warmup_steps=5)
+def test_the_rate_follows_the_schedule(made: Callable[..., TrainConfig]) -> None:
+    config = made(learning_rate=0.5, schedule="linear", warmup_steps=1, floor=0.5)
+    optimizer = make_optimizer(load_model(config), config)
+    schedule = make_schedule(optimizer, config, steps=3)
+    rates = []
+    for _ in range(4):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates == [0.5, 0.5, 0.375, 0.25]
+    assert schedule.state_dict()["lr_lambdas"] == [None] * len(optimizer.param_groups)
 
 
 def test_options_of_a_run(made: Callable[..., TrainConfig], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
