@@ -3,107 +3,97 @@
 Each row trains the demo's model from the same weights on the same batches. Weights of bf16 with the 16 bits that make
 them fp32 are compared with fp32 weights; 8-bit moments and asynchronous steps with the row that differs in nothing
 else; and bf16 weights without the remainder, stepped by torch's AdamW, show what would be lost. The held-out loss is
-that of the demo, after the last step. Asynchronous rows begin as the demo does, with a share of synchronous steps. The
-program fails when a held-out loss is further off than stated.
+that after the last step. Asynchronous rows begin with a share of synchronous steps. The program fails when a held-out
+loss is further off than stated.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
-from support.demo_runs import DemoRuns, Losses
+from support.demo_runs import CLIP_NORM, TABLE_FACTOR, TABLES, DemoRuns
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.demo.model import as_layers, build_llama
-from roundpipe.demo.options import FULL, VIRTUAL_DEVICES, DemoOptions
-from roundpipe.demo.training import (
-    FusedSteps,
-    RandomBatches,
-    StepRecord,
-    held_out_batches,
-    learning_rate_factor,
-    token_tables,
-    train,
-)
+from roundpipe.demo.preset import FULL_STEPS, VIRTUAL_DEVICES
+from roundpipe.step.binding import Moments
 
-MakeStep = Callable[[roundpipe.RoundPipe, list[str], DemoOptions], Callable[[], None]]
+RATE = 1.2e-4  # a rate that synchronous steps still tolerate costs asynchronous ones a tenth of their loss
+SYNCHRONOUS_SHARE = 0.4  # of the steps, at the start: a staleness of one costs most there
+
+MakeStep = Callable[[roundpipe.RoundPipe, DemoRuns], Callable[[int], None]]
 
 
-def plain_bf16(model: roundpipe.RoundPipe, tables: list[str], options: DemoOptions) -> Callable[[], None]:
+def fused(is_async: bool, moments: Moments = "float32") -> MakeStep:
+    """The engine's AdamW; asynchronous steps begin after a share of synchronous ones."""
+
+    def prepared(model: roundpipe.RoundPipe, runs: DemoRuns) -> Callable[[int], None]:
+        optimizer = runs.adamw(model, moments)
+        schedule = runs.schedule(optimizer)
+        synchronous = round(runs.steps * (SYNCHRONOUS_SHARE if is_async else 1))
+
+        def make_step(step: int) -> None:
+            model.step(optimizer, step >= synchronous, max_grad_norm=CLIP_NORM, lr_scheduler=schedule)
+
+        return make_step
+
+    return prepared
+
+
+def plain_bf16(model: roundpipe.RoundPipe, runs: DemoRuns) -> Callable[[int], None]:
     """torch's AdamW over bf16 parameters: weights and moments are rounded to bf16 in each step."""
     named = dict(model.optim_named_parameters())
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for name, p in named.items() if name not in tables]},
-            {"params": [named[name] for name in tables], "lr": options.learning_rate * options.token_table_factor},
+            {"params": [parameter for name, parameter in named.items() if name not in TABLES]},
+            {"params": [named[name] for name in TABLES], "lr": runs.rate * TABLE_FACTOR},
         ],
-        lr=options.learning_rate,
-        betas=options.betas,
-        weight_decay=options.weight_decay,
+        **runs.rule,
     )
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options))
+    schedule = runs.schedule(optimizer)
 
     def update() -> None:
-        torch.nn.utils.clip_grad_norm_(list(named.values()), options.clip_norm)
+        torch.nn.utils.clip_grad_norm_(list(named.values()), CLIP_NORM)
         optimizer.step()
-        scheduler.step()
+        schedule.step()
         optimizer.zero_grad()
 
-    synchronous_steps, made = round(options.steps * options.synchronous_share), itertools.count()
-    return lambda: model.step(update, is_async=next(made) >= synchronous_steps)
+    return lambda step: model.step(update, is_async=step >= round(runs.steps * SYNCHRONOUS_SHARE))
 
 
 # Name: weights, step, and the row to compare with and how far off the held-out loss may be.
 CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
-    "fp32, synchronous": (torch.float32, lambda m, t, o: FusedSteps(m, t, o, is_async=False), None),
-    "bf16 + remainder, synchronous": (
+    "fp32, synchronous": (torch.float32, fused(is_async=False), None),
+    "bf16 + remainder, synchronous": (torch.bfloat16, fused(is_async=False), ("fp32, synchronous", 0.005)),
+    "bf16 + remainder, asynchronous": (
         torch.bfloat16,
-        lambda m, t, o: FusedSteps(m, t, o, is_async=False),
-        ("fp32, synchronous", 0.005),
+        fused(is_async=True),
+        ("bf16 + remainder, synchronous", 0.01),
     ),
-    "bf16 + remainder, asynchronous": (torch.bfloat16, FusedSteps, ("bf16 + remainder, synchronous", 0.01)),
     "bf16 + remainder, 8-bit moments, asynchronous": (
         torch.bfloat16,
-        lambda m, t, o: FusedSteps(m, t, o, moments="8bit"),
+        fused(is_async=True, moments="8bit"),
         ("bf16 + remainder, asynchronous", 0.01),
     ),
     "plain bf16, asynchronous": (torch.bfloat16, plain_bf16, None),
 }
 
 
-class FiniteLosses(Losses):
-    """Ends the program at a loss that is NaN."""
-
-    def on_step(self, record: StepRecord) -> None:
-        super().on_step(record)
-        if math.isnan(record.loss):
-            raise SystemExit(f"the loss of step {record.step} is NaN")
-
-
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=FULL.steps)
+    arguments.add_argument("--steps", type=int, default=FULL_STEPS)
     chosen = arguments.parse_args()
     report = Report("Convergence of the demo's model", chosen.out)
     roundpipe.devices(VIRTUAL_DEVICES)
-    runs = DemoRuns.prepare(replace(FULL, steps=chosen.steps, evaluations=0), chosen.quick)
-    options = runs.options
+    runs = DemoRuns.prepare(chosen.steps, RATE, chosen.quick)
     report(f"{runs}.")
     report("")
     rows, losses, failed = [], {}, []
     for name, (dtype, make, compared) in CASES.items():
-        llama = build_llama(runs.vocabulary, options.sequence_length, options.seed, dtype)
-        layers = as_layers(llama)
-        model = roundpipe.RoundPipe(layers, name="demo")
-        seen = FiniteLosses()
-        batches, kept_out = RandomBatches(runs.training, options), held_out_batches(runs.held_out, options)
-        train(model, make(model, token_tables(layers), options), batches, kept_out, options, seen)
+        model = runs.model(dtype)
+        seen = runs.train(model, make(model, runs))
         losses[name] = seen.held_out
         row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]
         if compared is not None:

@@ -1,54 +1,137 @@
-"""What benchmarks that train the demo's model share: its corpus, and the losses that are compared."""
+"""What benchmarks that train the demo's model share: its text, and a loop that they give models and steps to."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+import roundpipe
+from roundpipe.call.loss_function import ScaledOutputs, outputs_as_loss
 from roundpipe.demo.corpus import load_corpus
-from roundpipe.demo.options import DemoOptions
-from roundpipe.demo.tokenizer import encode_files, train_tokenizer
-from roundpipe.demo.training import EvaluationRecord, StepRecord
+from roundpipe.demo.preset import LENGTH, TEXT_BYTES
+from roundpipe.demo.untrained import build_llama, train_tokenizer
+from roundpipe.huggingface.evaluation import held_out_loss
+from roundpipe.step.binding import Moments
+
+ROWS = 10
+# Factor of the learning rate of the embedding and the head: each of their rows sees few of the tokens.
+TABLE_FACTOR = 30.0
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+CLIP_NORM = 1.0
+WARMUP_SHARE = 0.1
+_HELD_OUT_ONE_IN = 16
+_HELD_OUT_BATCHES = 16
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of the last step, of the held-out text after it, and the seconds of the steps."""
+
+    training: float
+    held_out: float
+    seconds: float
 
 
 @dataclass(frozen=True)
 class DemoRuns:
-    """The options and the tokens of all rows of a table."""
+    """What all rows of a table have in common.
 
-    options: DemoOptions
+    Attributes:
+        steps: of a run.
+        rate: highest learning rate of the inner layers.
+        rows: of a batch.
+        length: tokens of a row.
+        training: tokens to cut batches from.
+        held_out: batches, int64 [rows, length] each.
+        vocabulary: size.
+    """
+
+    steps: int
+    rate: float
+    rows: int
+    length: int
     training: torch.Tensor
-    held_out: torch.Tensor
+    held_out: tuple[torch.Tensor, ...]
     vocabulary: int
 
     @classmethod
-    def prepare(cls, options: DemoOptions, quick: bool) -> DemoRuns:
-        """Loads the corpus and trains its tokenizer; `quick` makes all of it as small as a test needs."""
-        limit = {}
-        if quick:
-            options = replace(options, steps=3, batch_size=2, sequence_length=16, evaluation_batches=1)
-            limit = {"limit_bytes": 1_200_000}
-        corpus = load_corpus(**limit)
-        tokenizer = train_tokenizer((file.text for file in corpus.training), 512 if quick else 2048)
-        training, held_out = (encode_files(tokenizer, files) for files in (corpus.training, corpus.held_out))
-        return cls(options, training, held_out, tokenizer.get_vocab_size())
+    def prepare(cls, steps: int, rate: float, quick: bool) -> DemoRuns:
+        """Reads the text and learns its vocabulary; `quick` makes all of it as small as a test needs."""
+        steps, rows, length = (3, 2, 16) if quick else (steps, ROWS, LENGTH)
+        files = [file.text for file in load_corpus(1_200_000 if quick else TEXT_BYTES)]
+        kept_out, texts = files[::_HELD_OUT_ONE_IN], [t for n, t in enumerate(files) if n % _HELD_OUT_ONE_IN]
+        tokenizer = train_tokenizer(texts, 512 if quick else 2048)
+        training, rest = (
+            torch.tensor([token for encoded in tokenizer.encode_batch(part) for token in encoded.ids])
+            for part in (texts, kept_out)
+        )
+        batches = rest[: len(rest) // length * length].view(-1, length).split(rows)[: 1 if quick else _HELD_OUT_BATCHES]
+        return cls(steps, rate, rows, length, training, tuple(batches), tokenizer.get_vocab_size())
 
     def __str__(self) -> str:
-        rows = f"{self.options.batch_size} x {self.options.sequence_length} tokens"
-        return f"{self.options.steps} steps of {rows}, vocabulary {self.vocabulary}"
+        return f"{self.steps} steps of {self.rows} x {self.length} tokens, vocabulary {self.vocabulary}"
 
+    def model(self, dtype: torch.dtype) -> roundpipe.RoundPipe:
+        """The demo's model, with the same weights each time."""
+        llama = build_llama(self.vocabulary, self.length, seed=0, dtype=dtype)
+        wrapped: roundpipe.RoundPipe = roundpipe.wrap_model_to_roundpipe(llama.train(), name="demo")
+        return wrapped
 
-class Losses:
-    """Keeps what is compared."""
+    def adamw(self, model: roundpipe.RoundPipe, moments: Moments = "float32") -> roundpipe.optim.AdamW:
+        """The engine's AdamW for a model."""
+        groups = [{"params": list(TABLES), "lr": self.rate * TABLE_FACTOR}]
+        return roundpipe.optim.AdamW(model, groups=groups, moments=moments, **self.rule)
 
-    stop_requested = False
+    @property
+    def rule(self) -> dict[str, Any]:
+        """Options of AdamW."""
+        return {"lr": self.rate, "betas": (0.8, 0.95), "weight_decay": 0.1}
 
-    def __init__(self) -> None:
-        self.training = self.held_out = self.seconds = math.nan
+    def schedule(self, optimizer: Any) -> Any:
+        """Linear warm-up, then a cosine down to a tenth."""
+        warmup = max(1, round(self.steps * WARMUP_SHARE))
 
-    def on_step(self, record: StepRecord) -> None:
-        self.training = record.loss
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / warmup
+            share = (step - warmup) / max(1, self.steps - warmup)
+            return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, share)))
 
-    def on_evaluation(self, record: EvaluationRecord) -> None:
-        self.held_out, self.seconds = record.held_out_loss, record.elapsed_s
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def batches(self) -> Iterator[torch.Tensor]:
+        """Rows from random places of the text, the same each time: int64 [rows, length]."""
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(self.steps):
+            starts = torch.randint(len(self.training) - self.length, (self.rows, 1), generator=generator)
+            yield self.training[starts + torch.arange(self.length)]
+
+    def train(
+        self,
+        model: roundpipe.RoundPipe,
+        make_step: Callable[[int], None],
+        scaler: roundpipe.GradScaler | None = None,
+    ) -> Losses:
+        """Trains a model. `make_step` makes the step of this number, from 0, of the batch that was submitted last.
+
+        Raises:
+            SystemExit: a loss is NaN.
+        """
+        began, loss = time.perf_counter(), math.nan
+        for step, tokens in enumerate(self.batches()):
+            scale = 1.0 if scaler is None else scaler.get_scale()
+            loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
+            pending = model.submit(input_kwargs={"input_ids": tokens, "labels": tokens}, loss_fn=loss_fn)
+            make_step(step)
+            loss = float(pending.loss()) / scale
+            if math.isnan(loss):
+                raise SystemExit(f"the loss of step {step + 1} is NaN")
+        model.synchronize()
+        seconds = time.perf_counter() - began
+        kept_out = ({"input_ids": tokens, "labels": tokens} for tokens in self.held_out)
+        return Losses(loss, held_out_loss(model, kept_out), seconds)

@@ -199,7 +199,7 @@ def test_forward_carries_a_graph(pool, accelerator):
 
 def test_llama_in_bfloat16_trains_like_the_plain_model(pool, accelerator):
     transformers = pytest.importorskip("transformers")
-    from roundpipe.demo.model import as_layers
+    from llama_layers import as_layers
 
     torch.manual_seed(1)
     config = transformers.LlamaConfig(

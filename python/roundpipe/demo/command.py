@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from roundpipe.demo.options import DTYPES, FULL, VIRTUAL_DEVICES, DemoOptions
-
-_DEFAULT = DemoOptions()
+from roundpipe.demo.preset import FULL_STEPS, STEPS, VIRTUAL_DEVICES
 
 
 @contextlib.contextmanager
@@ -41,11 +38,11 @@ def _imports_interrupted() -> Iterator[None]:
 
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help=f"Train for {FULL.steps} steps on more text, in four to five minutes.")
+        bool, typer.Option("--full", help=f"Train for {FULL_STEPS} steps on more text, in four to five minutes.")
     ] = False,
     steps: Annotated[
         int | None,
-        typer.Option(help=f"Training steps (default: {_DEFAULT.steps}, with --full {FULL.steps}).", show_default=False),
+        typer.Option(help=f"Training steps (default: {STEPS}, with --full {FULL_STEPS}).", show_default=False),
     ] = None,
     devices: Annotated[
         str | None,
@@ -55,38 +52,28 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seeds weights and batches.")] = _DEFAULT.seed,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for metrics and curve (default: runs/demo-<date>-<time>).", show_default=False),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step.")] = _DEFAULT.batch_size,
-    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = _DEFAULT.sequence_length,
-    dtype: Annotated[str, typer.Option(help=f"Type of the weights: {', '.join(DTYPES)}.")] = _DEFAULT.dtype,
-    save_every: Annotated[
+    seed: Annotated[
         int | None,
-        typer.Option(
-            help="A checkpoint after this many steps, in OUT/checkpoints (default: none).", show_default=False
-        ),
+        typer.Option(help="Seeds the weights, the order and what is held out (default: 0).", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder of the run (default: runs/demo-<date>-<time>).", show_default=False)
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Type of the weights (default: what a short measurement finds fast).", show_default=False),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint in the folder given with --out.")
     ] = False,
 ) -> None:
     """Prove in 20 seconds that RoundPipe trains what a device cannot hold, with the bits of a plain PyTorch loop; then
-    train a small Llama on Python's own sources for about two minutes.
+    train a small Llama on Python's own sources for about two minutes, with `roundpipe train`.
 
     Exits with 1 when a claim does not hold, with 2 for a wrong argument, and with 130 after Ctrl+C.
     """
-    base = FULL if full else _DEFAULT
-    options = replace(
-        base,
-        steps=base.steps if steps is None else steps,
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        seed=seed,
-        dtype=dtype,
-    )
+    given = {"steps": steps, "devices": devices, "seed": seed, "dtype": dtype}
+    values = {name: value for name, value in given.items() if value is not None}
     try:
         typer.echo(
             "RoundPipe demo: a proof of some 20 seconds, then training; Ctrl+C stops it at any time\n"
@@ -94,7 +81,7 @@ def demo(
         )
         with _imports_interrupted():
             from roundpipe.demo.session import run_demo
-        code = run_demo(options, devices, out, save_every, resume)
+        code = run_demo(out, full, resume, values)
     except KeyboardInterrupt:
         typer.echo("\nroundpipe: interrupted", err=True)
         code = 130

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import roundpipe
-from roundpipe.demo.options import DemoOptions
-from roundpipe.demo.training import Batch, next_token_loss
 
 # The loop's activity when a device runs out of memory.
 WEIGHTS, GRADIENTS, OPTIMIZER = "moving the weights", "the forward and backward pass", "making AdamW's state"
@@ -66,21 +66,34 @@ def fused_adamw(parameters: Iterable[Any], **options: Any) -> torch.optim.Optimi
     return torch_adamw(given, **options)
 
 
+def next_token_loss(logits: Tensor, tokens: Tensor, token_count: int) -> Tensor:
+    """Cross-entropy of one microbatch in nats, divided by the number of tokens that the whole batch predicts.
+
+    `logits` [rows, sequence, vocabulary], `tokens` [rows, sequence]. The sum over the microbatches is the mean over the
+    batch's tokens, however the batch was cut.
+    """
+    predictions, labels = logits[:, :-1].float().flatten(0, 1), tokens[:, 1:].flatten()
+    return F.cross_entropy(predictions, labels, reduction="sum") / token_count
+
+
 def plain_steps(
-    layers: nn.Sequential,
-    batches: Sequence[Batch],
-    options: DemoOptions,
+    llama: PreTrainedModel,
+    batches: Sequence[Tensor],
+    rule: Mapping[str, Any],
     device: torch.device,
     state_device: torch.device | None = None,
     on_stage: Callable[[str], None] = lambda stage: None,
     adamw: Callable[..., torch.optim.Optimizer] = fused_adamw,
 ) -> Outcome:
-    """Runs one AdamW step for each of `batches`, with each row as a microbatch; `layers` stay unchanged.
+    """Runs one AdamW step for each of `batches`, with each row as a microbatch; `llama` stays unchanged.
 
     Weights in float32 are updated directly. Weights in bfloat16 are rounded from fp32 masters; the gradients of a
     step are summed in fp32 and then rounded once to bfloat16, like gradients on their way to an optimizer on the host.
 
     Args:
+        llama: a causal language model of transformers.
+        batches: tokens, int64 [rows, sequence].
+        rule: options of AdamW: lr, betas, weight_decay.
         device: holds weights and gradients, and computes.
         state_device: holds the optimizer's state and computes its step; None = `device`.
         on_stage: called when an activity begins: WEIGHTS, GRADIENTS or OPTIMIZER.
@@ -91,12 +104,10 @@ def plain_steps(
     """
     on_stage(WEIGHTS)
     state_device = device if state_device is None else state_device
-    model = copy.deepcopy(layers).to(device)
+    model: Any = copy.deepcopy(llama).to(device)  # type: ignore[arg-type]
     named = dict(model.named_parameters())
     masters = {name: _master(parameter, state_device) for name, parameter in named.items()}
-    optimizer = adamw(
-        masters.values(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
-    )
+    optimizer = adamw(masters.values(), **rule)
     sums: dict[str, Tensor] = {}
 
     def add_up(name: str, parameter: nn.Parameter) -> None:
@@ -109,13 +120,13 @@ def plain_steps(
 
     for name, parameter in named.items():
         hook = functools.partial(add_up, name)
-        parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        parameter.register_post_accumulate_grad_hook(hook)
     losses = []
     for batch in batches:
         on_stage(GRADIENTS)
-        count, loss = batch.token_count, torch.zeros(())
-        for tokens, labels in zip(torch.split(batch.tokens, 1), torch.split(batch.labels, 1), strict=True):
-            part = next_token_loss(model(tokens.to(device)), (labels.to(device), count))
+        count, loss = batch[:, 1:].numel(), torch.zeros(())
+        for row in torch.split(batch.to(device), 1):
+            part = next_token_loss(model(input_ids=row, use_cache=False).logits, row, count)
             part.backward()  # type: ignore[no-untyped-call]
             loss = loss + part.detach().cpu()
         losses.append(loss)

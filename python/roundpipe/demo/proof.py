@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, _core
-from roundpipe.demo.model import training_bytes
-from roundpipe.demo.options import DemoOptions
-from roundpipe.demo.plain_loop import Outcome, plain_steps, torch_adamw, torch_fuses
-from roundpipe.demo.training import Batch, next_token_loss
+from roundpipe.demo.plain_loop import Outcome, next_token_loss, plain_steps, torch_adamw, torch_fuses
 
 STEPS = 3
 # Rows of a batch, each its own microbatch: the smallest cut, which leaves a plain loop the most room.
@@ -73,10 +72,10 @@ class Comparison:
 class _OnDevice(nn.Module):
     """Runs the whole plain loop in place of a layer: on the thread of a device, and so under its cap."""
 
-    def __init__(self, layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> None:
+    def __init__(self, llama: PreTrainedModel, batches: Sequence[Tensor], rule: Mapping[str, Any]) -> None:
         super().__init__()
         # In a tuple, because the pipeline would move a submodule's weights; the loop must do that.
-        self._loop = (layers, batches, options)
+        self._loop = (llama, batches, rule)
         self._said: list[tuple[str, str]] = []
         self._stage: list[str] = []
 
@@ -98,13 +97,18 @@ class _OnDevice(nn.Module):
         return self._said[0] if self._said else None
 
 
-def proof_batches(batches: Sequence[Batch]) -> list[Batch]:
-    """The first ROWS rows of each of the first STEPS of `batches`."""
-    return [Batch(batch.tokens[:ROWS].clone(), batch.labels[:ROWS].clone()) for batch in batches[:STEPS]]
+def training_bytes(model: nn.Module) -> dict[str, int]:
+    """Bytes that plain training with Adam keeps: weights, gradients, and float32 optimizer state.
+
+    The state is two moments, and a float32 master copy if the weights have a smaller type.
+    """
+    weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    state = sum(parameter.numel() * (8 if parameter.dtype == torch.float32 else 12) for parameter in model.parameters())
+    return {"weights": weights, "gradients": weights, "optimizer state": state}
 
 
 def measured_plain_steps(
-    layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions, device: torch.device
+    llama: PreTrainedModel, batches: Sequence[Tensor], rule: Mapping[str, Any], device: torch.device
 ) -> tuple[Outcome, int]:
     """Runs the hand-written loop without a cap, and returns its peak in bytes if the device is the host.
 
@@ -115,23 +119,27 @@ def measured_plain_steps(
             meter.reset_peak()
             before = meter.current_bytes
             # Torch's: the state of ours is not in torch's allocator, which the meter reads.
-            outcome = plain_steps(layers, batches, options, device, adamw=torch_adamw)
+            outcome = plain_steps(llama, batches, rule, device, adamw=torch_adamw)
             peak_bytes = meter.peak_bytes - before
-        return outcome if torch_fuses() else plain_steps(layers, batches, options, device), peak_bytes
+        return outcome if torch_fuses() else plain_steps(llama, batches, rule, device), peak_bytes
     # Removes the cap of an earlier pool.
     roundpipe.devices(_specs(roundpipe.devices(), 1, is_capped=False)[0])
-    return plain_steps(layers, batches, options, device, torch.device("cpu")), sum(training_bytes(layers).values())
+    return plain_steps(llama, batches, rule, device, torch.device("cpu")), sum(training_bytes(llama).values())
 
 
 def try_on_one_device(
-    layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions, pool: roundpipe.DevicePool, needed_bytes: int
+    llama: PreTrainedModel,
+    batches: Sequence[Tensor],
+    rule: Mapping[str, Any],
+    pool: roundpipe.DevicePool,
+    needed_bytes: int,
 ) -> Room:
     """Runs one step of the plain loop on one device with the largest cap in `pool`, on that device's thread."""
     limit_bytes = _limit_bytes(pool)
     if not limit_bytes:
         return Room(needed_bytes, 0)
     roundpipe.devices(_specs(pool, 1)[0])
-    runner = _OnDevice(layers, batches[:1], options)
+    runner = _OnDevice(llama, batches[:1], rule)
     model = roundpipe.RoundPipe(
         nn.Sequential(runner), name="plain", model_run_config=RoundPipeRunConfig(num_microbatch=1)
     )
@@ -144,9 +152,9 @@ def try_on_one_device(
 
 
 def compare_with_ours(
-    layers: nn.Sequential,
-    batches: Sequence[Batch],
-    options: DemoOptions,
+    llama: PreTrainedModel,
+    batches: Sequence[Tensor],
+    rule: Mapping[str, Any],
     pool: roundpipe.DevicePool,
     device_count: int,
     expected: Outcome,
@@ -154,21 +162,25 @@ def compare_with_ours(
     """Runs the same steps in the pipeline on `device_count` devices like those of `pool`, and compares every bit."""
     spec, devices = _specs(pool, device_count)
     roundpipe.devices(spec)
-    return compare(our_steps(layers, batches, options), expected, devices)
+    return compare(our_steps(llama, batches, rule), expected, devices)
 
 
-def our_steps(layers: nn.Sequential, batches: Sequence[Batch], options: DemoOptions) -> Outcome:
-    """The counterpart of `plain_steps` in the pipeline, with synchronous steps; `layers` stay unchanged."""
-    mine = copy.deepcopy(layers)
-    rows = len(batches[0].tokens)
-    model = roundpipe.RoundPipe(mine, name="proof", model_run_config=RoundPipeRunConfig(num_microbatch=rows))
-    optimizer = roundpipe.optim.AdamW(
-        model, lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay
-    )
+def our_steps(llama: PreTrainedModel, batches: Sequence[Tensor], rule: Mapping[str, Any]) -> Outcome:
+    """The counterpart of `plain_steps` in the pipeline, with synchronous steps; `llama` stays unchanged."""
+    mine = copy.deepcopy(llama)
+    config = RoundPipeRunConfig(num_microbatch=len(batches[0]))
+    model = roundpipe.wrap_model_to_roundpipe(mine, name="proof", model_run_config=config)
+    optimizer = roundpipe.optim.AdamW(model, **rule)
     losses = []
     for batch in batches:
-        label = (batch.labels, batch.token_count)
-        losses.append(model.forward_backward((batch.tokens,), label=label, loss_fn=next_token_loss))
+        count = batch[:, 1:].numel()
+        losses.append(
+            model.forward_backward(
+                input_kwargs={"input_ids": batch, "use_cache": False},
+                label=batch,
+                loss_fn=lambda outputs, tokens, count=count: next_token_loss(outputs.logits, tokens, count),
+            )
+        )
         model.step(optimizer, is_async=False)
     model.synchronize()
     named = dict(mine.named_parameters())

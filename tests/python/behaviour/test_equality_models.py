@@ -562,7 +562,7 @@ def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 def llama() -> nn.Sequential:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from roundpipe.demo.model import as_layers
+    from llama_layers import as_layers
 
     config = LlamaConfig(
         vocab_size=19,
