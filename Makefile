@@ -237,7 +237,7 @@ test-all: build-tests $(VENV)/.card
 	$(call in_setting,ATEN_CPU_CAPABILITY=avx2 ROUNDPIPE_OPTIM_ISA=avx2 OMP_NUM_THREADS=2)
 	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)
 	@echo "== the C++ tests, with other kernels"
-	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|checkpoint|tokens)$$'
+	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|compare|checkpoint|tokens)$$'
 	@echo "== the C++ tests' random cases that make test leaves out"
 	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime|saving|api)$$'
 	@echo "== a processor whose products have bits that depend on their sizes"

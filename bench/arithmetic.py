@@ -28,7 +28,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops.functional import Arithmetic
-from roundpipe.planning.shape_meter import ShapeMeter
+from roundpipe.plan.shape_meter import ShapeMeter
 
 FORMS: tuple[Arithmetic, ...] = ("exact", "fast")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

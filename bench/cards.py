@@ -20,14 +20,14 @@ from typing import Any
 from support.published_models import MODELS
 from support.report import Report, parser
 
-from roundpipe.planning import cards
-from roundpipe.planning.costs import CostSet, load
-from roundpipe.planning.fit import costs_of_shapes
-from roundpipe.planning.machine import Machine
-from roundpipe.planning.plan_options import PlanOptions
-from roundpipe.planning.plan_within_memory import plan_within_memory
-from roundpipe.planning.schedules import Request, choose
-from roundpipe.planning.shapes import make_model, measure
+from roundpipe.plan import cards
+from roundpipe.plan.costs import CostSet, load
+from roundpipe.plan.fit import costs_of_shapes
+from roundpipe.plan.machine import Machine
+from roundpipe.plan.options import PlanOptions
+from roundpipe.plan.schedules import Request, choose
+from roundpipe.plan.shapes import make_model, measure
+from roundpipe.plan.within_memory import plan_within_memory
 
 TOKENS = 8192
 NAMES = ["Qwen3-1.7B", "Llama-3.1-8B", "Qwen3-32B", "Qwen3-235B-A22B"]
@@ -89,7 +89,7 @@ def cell(speed: float | None, limit: str, known: int | None) -> str:
 
 
 def tokens_per_s(
-    folder: Path, rig: Rig, name: str, values: dict[str, Any], effort: int | None
+    folder: Path, rig: Rig, name: str, values: dict[str, Any], seconds: float | None
 ) -> tuple[float | None, str]:
     """The speed, none if it does not fit, and what limits it."""
     machine = folder / f"{rig.words}.toml"
@@ -97,9 +97,8 @@ def tokens_per_s(
     options = PlanOptions(
         model=str(folder / name),
         machine=machine,
-        links=True,
         tokens=TOKENS,
-        effort=effort,
+        search_seconds=seconds,
         train="lora" if MODELS[name].lora else "full",
         **values,
     )
@@ -127,8 +126,8 @@ def report_cards(report: Report, options: argparse.Namespace) -> None:
             MODELS[name].config().save_pretrained(folder / name)
             for rig in RIGS[: 1 if options.quick else None]:
                 known = PUBLISHED.get(rig.count, {}).get(name) if rig.card == "rtx-4090" else None
-                effort = 100_000 if options.quick else None
-                found = [tokens_per_s(folder, rig, name, way, effort) for way in WAYS.values()]
+                seconds = 0.001 if options.quick else None
+                found = [tokens_per_s(folder, rig, name, way, seconds) for way in WAYS.values()]
                 cells = [cell(*each, known) for each in found]
                 report.row([rig.words, name, *cells, "-" if known is None else f"{known:,}"])
     report("")

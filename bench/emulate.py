@@ -16,14 +16,18 @@ import argparse
 import dataclasses
 import statistics
 import sys
+from pathlib import Path
 
+from support import emulation
 from support.presets import LINK_SCALES, TRAFFIC
 from support.report import Report, parser
 
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import load
-from roundpipe.planning.options import EFFORT_PER_SECOND
-from roundpipe.planning.schedules import Prediction, Request, choose, predict, predict_choice
+from roundpipe.performance import pictures
+from roundpipe.performance.timeline import spans_of_records
+from roundpipe.plan.compare import predict
+from roundpipe.plan.costs import load
+from roundpipe.plan.options import EFFORT_PER_SECOND
+from roundpipe.plan.schedules import Prediction, Request, choose, predict_choice
 
 DEVICES = 8
 # Such that the shortest layer takes 5 ms or more.
@@ -40,6 +44,8 @@ MOST_TRAFFIC = 2
 SEARCH_EFFORT = 6 * EFFORT_PER_SECOND
 # The planner's plan runs in every round, the two others in the first of them.
 ROUNDS_OF_OTHERS = 2
+# Of the layers in the picture.
+PICTURED = "llama3.1-8b"
 # Plans whose predictions differ by less count as equal.
 DISTINCT = 0.01
 # Until the pace is steady: placements differ from step to step, and a device takes memory for its two largest
@@ -222,6 +228,21 @@ def report_hops(report: Report, options: argparse.Namespace) -> None:
     report.table(header, rows)
 
 
+def draw(path: Path, steps: int, scale: float) -> None:
+    """Draws the last of some synchronous steps: 1F1B, and ours with microbatches divided anywhere."""
+    costs = load(PICTURED)
+    rows = []
+    for name in ("1f1b", "roundpipe"):
+        request = Request(costs, costs.cluster(DEVICES), 16, "sync", max_traffic=1.25, gradient_groups=0)
+        request = emulation.scaled(request, scale)
+        prediction = predict(name, request)
+        measured = emulation.emulate(prediction, request, steps, progress_of(name))
+        bubble = bubble_percent(prediction, prediction.step_ms, measured.step_ms)
+        title = f"{name}, measured: bubble {bubble:.1f} %, {measured.step_ms:,.0f} ms a step"
+        rows.append((title, spans_of_records(measured.records[-1:])))
+    pictures.write(path, f"{PICTURED}, {DEVICES} devices, measured", rows)
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--presets", nargs="+", default=list(SCALES))
@@ -233,7 +254,11 @@ def main() -> None:
     arguments.add_argument("--steps", type=int, help="measured in a run (default: 6, or 4 with --links)")
     arguments.add_argument("--links", action="store_true", help="move every byte over throttled links")
     arguments.add_argument("--runs", type=int, default=7, help="with --links")
+    arguments.add_argument("--picture", type=Path, help="draw 1F1B and ours in this file, and measure nothing else")
     options = arguments.parse_args()
+    if options.picture is not None:
+        draw(options.picture, options.steps or 3, 0.02 if options.quick else 1.0)
+        return
     options.steps = options.steps or (4 if options.links else 6)
     if options.quick:
         options.presets, options.steps, options.runs, options.groups = ["qwen3-1.7b"], 2, 1, [16]

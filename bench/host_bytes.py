@@ -17,7 +17,7 @@ from support.published_models import MODELS, PublishedModel
 from support.report import Report, parser
 
 from roundpipe.memory.budget import ADAM, ADAM_8BIT, predict_unloaded
-from roundpipe.planning.shapes import make_model
+from roundpipe.plan.shapes import make_model
 
 PUBLISHED_BYTES = 20  # a trained parameter
 FROZEN_BYTES = 2

@@ -15,8 +15,8 @@ from support.presets import at_length
 from support.report import Report, parser
 
 from roundpipe import _core
-from roundpipe.planning.costs import CostSet
-from roundpipe.planning.schedules import Request, choose, placed
+from roundpipe.plan.costs import CostSet
+from roundpipe.plan.schedules import Request, choose, placed
 
 MEMORY = 24_000_000_000
 

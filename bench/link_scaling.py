@@ -18,8 +18,8 @@ from support.presets import at_length
 from support.report import Report, parser
 
 from roundpipe.memory.budget import UpdateRule
-from roundpipe.planning.costs import PRESETS, CostSet
-from roundpipe.planning.schedules import Mode, Request, choose
+from roundpipe.plan.costs import PRESETS, CostSet
+from roundpipe.plan.schedules import Mode, Request, choose
 
 DEVICES = [1, 2, 4, 8, 16]
 MICROBATCHES = 32

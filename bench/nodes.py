@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from support import node_network
+from support import emulation, node_network
 from support.node_network import Host
 from support.ports import free_port
 from support.report import Report, parser
@@ -33,10 +33,10 @@ from torch import nn
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import CostSet
-from roundpipe.planning.schedules import Request, predict
-from roundpipe.simulation.nodes import Network, predict_nodes
+from roundpipe.plan.compare import predict
+from roundpipe.plan.costs import CostSet
+from roundpipe.plan.nodes import Network, predict_nodes
+from roundpipe.plan.schedules import Request
 
 LINKS = emulation.Links(gb_per_s=2.0, host_gb_per_s=0.0)
 WARM_UP = 3

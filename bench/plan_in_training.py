@@ -14,6 +14,7 @@ import dataclasses
 import sys
 
 import torch
+from support import emulation
 from support.plan_family import cases
 from support.presets import LINK_SCALES, TRAFFIC
 from support.report import Report, parser
@@ -21,9 +22,8 @@ from support.report import Report, parser
 import roundpipe
 from roundpipe import _core
 from roundpipe.performance.step_report import StepReport
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import PRESETS, load
-from roundpipe.planning.schedules import Request, choose
+from roundpipe.plan.costs import PRESETS, load
+from roundpipe.plan.schedules import Request, choose
 
 # Overlap is planned once most batches came early and the plan has run eight calls; a run searches on after 4, 8 and 12.
 STEPS = {"async": 24, "sync": 16}

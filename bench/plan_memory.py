@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from support.plan_family import Case, cases
 from support.report import Report, parser
 
-from roundpipe.planning.schedules import choose
+from roundpipe.plan.schedules import choose
 
 FACTORS = (0.5, 0.75, 1.0, 2.0)
 ONE_DEVICE = 1.5  # times the memory of one device

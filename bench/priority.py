@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import sys
 
+from support import emulation
 from support.presets import TRAFFIC
 from support.report import Report, parser
 
 from roundpipe import _core
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import load
-from roundpipe.planning.schedules import Prediction, Request
+from roundpipe.plan.costs import load
+from roundpipe.plan.schedules import Prediction, Request
 
 DEVICES = 8
 MICROBATCHES = 16

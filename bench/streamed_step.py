@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import sys
 
+from support import emulation
 from support.report import Report, parser
 
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import load
-from roundpipe.planning.schedules import Request, predict
+from roundpipe.plan.compare import predict
+from roundpipe.plan.costs import load
+from roundpipe.plan.schedules import Request
 
 # Per preset: time scale, ms of an update of one layer, and the study's periods in ms: everything after the backward,
 # streamed with a barrier, streamed with gates; and the last with the better plan.

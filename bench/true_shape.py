@@ -33,9 +33,9 @@ from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
 from roundpipe.layers.shell import PythonLayer
 from roundpipe.layers.values import split
 from roundpipe.memory.prediction import predict_device
-from roundpipe.planning.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
-from roundpipe.planning.schedules import Request
-from roundpipe.planning.shapes import make_model, measure
+from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
+from roundpipe.plan.schedules import Request
+from roundpipe.plan.shapes import make_model, measure
 
 MEMORY_BYTES = 24_000_000_000
 RANK = 16

@@ -14,9 +14,9 @@ from pathlib import Path
 from support.published_models import MODELS
 from support.report import Report, parser
 
-from roundpipe.planning.machine import Machine
-from roundpipe.planning.plan_options import PlanOptions
-from roundpipe.planning.plan_within_memory import plan_within_memory
+from roundpipe.plan.machine import Machine
+from roundpipe.plan.options import PlanOptions
+from roundpipe.plan.within_memory import plan_within_memory
 
 WAYS = {
     "all weights, fp32 moments": {},
@@ -47,9 +47,9 @@ def main() -> None:
     arguments.add_argument("--tokens", type=int, default=8192, help="of a microbatch, in one row")
     arguments.add_argument("--tflops", type=float, default=100.0, help="what the card reaches")
     options = arguments.parse_args()
-    effort = None
+    seconds = None
     if options.quick:
-        options.models, options.hosts, effort = options.models[:1], options.hosts[:1], 100_000
+        options.models, options.hosts, seconds = options.models[:1], options.hosts[:1], 0.001
     report = Report(f"What trains on one card of {options.memory}, by the host's memory", options.out)
     report(
         f"Predicted tokens a second; {options.tokens:,} tokens a microbatch, {options.tflops:g} TFLOP/s, links of 25 "
@@ -72,9 +72,8 @@ def main() -> None:
                             host_memory=host,
                             tokens=options.tokens,
                             tflops=options.tflops,
-                            links=True,
                             machine=machine,
-                            effort=effort,
+                            search_seconds=seconds,
                             **values,
                         )
                     )

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from roundpipe import _core
 from roundpipe.memory.budget import UpdateRule
-from roundpipe.planning import costs, machine
-from roundpipe.planning.schedules import Request, choose, placed
+from roundpipe.plan import costs, machine
+from roundpipe.plan.schedules import Request, choose, placed
 
 CASES = Path(__file__).parents[1] / "plan_cases"
 INTERLEAVES = (1.0, 1.15, 1.3)

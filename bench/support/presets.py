@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from roundpipe.planning.costs import PRESETS, CostSet, parse
+from roundpipe.plan.costs import PRESETS, CostSet, parse
 
 PRESET_TOKENS = 8192
 # Of the bytes a second, so that two cores can move them all beside running the engine.

@@ -257,7 +257,6 @@ class TimingRules:
         *,
         asynchronous: bool = True,
         hop_on_same_device: bool = False,
-        early_fused_forward: bool = False,
         late_recompute: bool = False,
     ) -> None: ...
 
@@ -316,7 +315,6 @@ def pace_ms(ends_ms: list[float]) -> float: ...
 def traffic_ratio(plan: Plan, costs: list[LayerCost]) -> float: ...
 
 class Baseline:
-    ONE_DEVICE: Baseline
     GPIPE: Baseline
     ONE_FORWARD_ONE_BACK: Baseline
     INTERLEAVED: Baseline

@@ -8,25 +8,39 @@ typer shows and fills. A new command is one `app.command(...)` line below.
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import roundpipe
 from roundpipe.command_options import OnceEach, of_fields
 from roundpipe.demo.command import demo
 from roundpipe.export.command import export
-from roundpipe.machine.command import machine
-from roundpipe.planning.emulate_command import emulate
-from roundpipe.planning.plan_command import plan
+from roundpipe.plan.command import plan
 from roundpipe.runs.command import app as checkpoint
 from roundpipe.selftest.command import selftest
-from roundpipe.simulation.command import simulate
 from roundpipe.tokens.command import tokenize
 from roundpipe.train.command import train
 
+# What to type instead of a command that is gone.
+_GONE = {
+    "simulate": "part of plan: roundpipe plan ... --compare all",
+    "machine": "part of plan: roundpipe plan --measure machine.toml",
+    "emulate": "a benchmark of the repository: python bench/emulate.py; roundpipe plan predicts what it measures",
+}
+
+
+class _Commands(TyperGroup):
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args[0] in _GONE:
+            raise ValueError(f"[roundpipe] '{args[0]}' is now {_GONE[args[0]]}")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
     name="roundpipe",
+    cls=_Commands,
     help="Train models whose weights live in host memory, on any number of devices.",
     no_args_is_help=True,
     add_completion=False,
@@ -52,10 +66,7 @@ def options(
 
 app.command("demo", cls=OnceEach)(demo)
 app.command("train", cls=OnceEach)(of_fields(train))
-app.command("simulate", cls=OnceEach)(of_fields(simulate))
 app.command("plan", cls=OnceEach)(of_fields(plan))
-app.command("emulate", cls=OnceEach)(of_fields(emulate))
-app.command("machine", cls=OnceEach)(of_fields(machine))
 app.command("selftest", cls=OnceEach)(of_fields(selftest))
 app.command("export", cls=OnceEach)(of_fields(export))
 app.command("tokenize", cls=OnceEach)(of_fields(tokenize))

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
-
-
-@dataclasses.dataclass(frozen=True)
-class After:
-    """Annotates a field that the help shows behind another one; the others stand in the dataclass's order."""
-
-    option: str
 
 
 class OnceEach(TyperCommand):
@@ -37,11 +29,9 @@ def of_fields(command: Callable[..., None]) -> Callable[..., None]:
     """
     options = get_type_hints(command)["options"]
     hints = get_type_hints(options, include_extras=True)
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(options).parameters.items():
-        behind = [mark.option for mark in hints[name].__metadata__ if isinstance(mark, After)]
-        index = [shown.name for shown in parameters].index(behind[0]) + 1 if behind else len(parameters)
-        parameters.insert(index, parameter.replace(annotation=hints[name]))
+    parameters = [
+        parameter.replace(annotation=hints[name]) for name, parameter in inspect.signature(options).parameters.items()
+    ]
 
     def fill_and_run(context: typer.Context, **fields: Any) -> None:
         if "given" not in inspect.signature(command).parameters:

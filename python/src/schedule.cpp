@@ -1,6 +1,6 @@
+#include <roundpipe/compare/baselines.h>
 #include <roundpipe/schedule/moved_bytes.h>
 #include <roundpipe/schedule/search.h>
-#include <roundpipe/simulate/baselines.h>
 #include <roundpipe/simulate/card.h>
 #include <roundpipe/simulate/link_search.h>
 
@@ -12,7 +12,8 @@
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using namespace schedule;  // NOLINT: this file binds these namespaces
+using namespace compare;   // NOLINT: this file binds these namespaces
+using namespace schedule;  // NOLINT
 using namespace simulate;  // NOLINT
 
 void bind_schedule(py::module_& module) {
@@ -128,11 +129,11 @@ void bind_schedule(py::module_& module) {
            py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0, py::arg("resident_bytes") = 0)
       .def("__len__", [](const Cluster& cluster) { return cluster.devices.size(); });
   py::class_<TimingRules>(module, "TimingRules")
-      .def(py::init([](bool asynchronous, bool hop_on_same_device, bool early_fused_forward, bool late_recompute) {
-             return TimingRules{asynchronous, hop_on_same_device, early_fused_forward, late_recompute};
+      .def(py::init([](bool asynchronous, bool hop_on_same_device, bool late_recompute) {
+             return TimingRules{asynchronous, hop_on_same_device, late_recompute};
            }),
            py::kw_only(), py::arg("asynchronous") = true, py::arg("hop_on_same_device") = false,
-           py::arg("early_fused_forward") = false, py::arg("late_recompute") = false);
+           py::arg("late_recompute") = false);
   ValueClass<CutStage>(module, "CutStage")
       .attribute("layers", &CutStage::layers)
       .attribute("replicas", &CutStage::replicas);
@@ -209,7 +210,6 @@ void bind_schedule(py::module_& module) {
       py::arg("plan"), py::arg("costs"));
 
   py::enum_<Baseline>(module, "Baseline")
-      .value("ONE_DEVICE", Baseline::kOneDevice)
       .value("GPIPE", Baseline::kGPipe)
       .value("ONE_FORWARD_ONE_BACK", Baseline::kOneForwardOneBack)
       .value("INTERLEAVED", Baseline::kInterleaved)

@@ -16,8 +16,6 @@ struct TimingRules {
   bool asynchronous = true;
   // Every value takes the way over the host, so even a value that stays on its device pays the hop.
   bool hop_on_same_device = false;
-  // A rule of the published simulator: the forward of a fused job does not wait for its input; only its backward does.
-  bool early_fused_forward = false;
   // A backward recomputes only after its gradient has arrived, as in the schedules of other systems.
   bool late_recompute = false;
 };
@@ -116,7 +114,7 @@ class Progress {
 template <typename Visitor>
 double Progress::pass(const Job& job, int device, int number, Visitor visit, bool keep) {
   const double speed = speed_[static_cast<std::size_t>(device)];
-  const bool backward = job.phase == Phase::kBackward, fused = job.phase == Phase::kFused;
+  const bool backward = job.phase == Phase::kBackward;
   const double forward_ms = (backward ? sums_.recompute_ms(job.layers) : sums_.forward_ms(job.layers)) / speed;
   const double backward_ms = job.phase == Phase::kForward ? 0 : sums_.backward_ms(job.layers) / speed;
   Step& now = step_at(number);
@@ -147,17 +145,11 @@ double Progress::pass(const Job& job, int device, int number, Visitor visit, boo
     } else if (outside_loss) {
       gradient_ms = now.outputs_ms + hop_ms_;
     }
-    double start_ms;
     // Recompute as late as the gradient allows: the visit has no gap inside, and nothing ends later.
-    if (fused && rules_.early_fused_forward) {
-      start_ms = std::max(clock, input_ms - forward_ms);
-    } else {
-      start_ms = std::max({clock, input_ms, gradient_ms - (rules_.late_recompute ? 0 : forward_ms)});
-    }
+    const double start_ms = std::max({clock, input_ms, gradient_ms - (rules_.late_recompute ? 0 : forward_ms)});
     clock = start_ms + forward_ms + backward_ms;
     if (!keep) continue;
-    const bool early = backward || (fused && rules_.early_fused_forward);
-    visit(Visit{m, start_ms, clock, early ? forward_ms : 0});
+    visit(Visit{m, start_ms, clock, backward ? forward_ms : 0});
     if (!backward) {
       for (int boundary = job.layers.first + 1; boundary <= job.layers.last; ++boundary) {
         if (!read_boundary_[static_cast<std::size_t>(boundary)]) continue;

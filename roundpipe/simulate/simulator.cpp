@@ -218,10 +218,7 @@ void check(const Timeline& timeline, std::span<const Plan> plans, schedule::Timi
       require(event->recompute_ms >= 0 && event->start_ms + event->recompute_ms <= event->end_ms + slack_ms,
               "ends before it starts");
       require(event->start_ms >= device_free - slack_ms, "starts while its device is busy");
-      const bool early = job.phase == Phase::kFused && rules.early_fused_forward;
-      require(
-          event->start_ms + (early ? event->recompute_ms : 0) >= needs[step].input_ms(job, m, ends[step]) - slack_ms,
-          "starts before its input");
+      require(event->start_ms >= needs[step].input_ms(job, m, ends[step]) - slack_ms, "starts before its input");
       if (job.phase == Phase::kBackward) {
         require(event->start_ms + event->recompute_ms >= needs[step].gradient_ms(job, m, ends[step]) - slack_ms,
                 "goes backward before its gradient");

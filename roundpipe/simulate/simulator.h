@@ -16,8 +16,7 @@ struct TimelineEvent {
   schedule::Phase phase = schedule::Phase::kForward;
   double start_ms = 0;
   double end_ms = 0;
-  double recompute_ms =
-      0;  // the part at the start that needs no gradient; 0 unless backward (or an early fused forward)
+  double recompute_ms = 0;  // the part at the start that needs no gradient; 0 unless backward
 };
 
 struct Timeline {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roundpipe.machine.meter import measure
+from roundpipe.plan.measure import measure
 
 MEMORY = 500_000_000
 LAYER = 2_000_000

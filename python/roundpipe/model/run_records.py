@@ -72,7 +72,7 @@ class RunRecords:
 
     def machine(self) -> _core.MeasuredMachine:
         """The devices, links and optimizer as this model's calls have measured them; a rate of 0 is not known, or no
-        limit. `roundpipe.planning.machine.measured` makes a machine file of it."""
+        limit. `roundpipe.plan.machine.measured` makes a machine file of it."""
         return self._pipeline.machine()
 
     def step_report(self) -> StepReport:

@@ -51,7 +51,28 @@ def cut_to_window(spans: Iterable[Span], window: tuple[float, float]) -> list[Sp
     ]
 
 
-def write_trace(path: Path, spans: Sequence[Span]) -> None:
+def require_ending(path: Path) -> None:
+    """Raises a ValueError for a file that `write` does not know how to write."""
+    if path.suffix not in (".html", ".png", ".json"):
+        raise ValueError(f"[timeline] {path} ends in '{path.suffix}', expected .html, .png or .json")
+
+
+def write(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+    """Writes timelines with their titles, as the path's ending says: a page, a picture, or a trace of the first.
+
+    Raises:
+        ValueError: the path has another ending, or the file cannot be written.
+    """
+    require_ending(path)
+    if path.suffix == ".html":
+        _write_html(path, title, rows)
+    elif path.suffix == ".png":
+        _write_png(path, rows)
+    else:
+        _write_trace(path, rows[0][1])
+
+
+def _write_trace(path: Path, spans: Sequence[Span]) -> None:
     """Writes a trace that chrome://tracing and ui.perfetto.dev can open; one row for each device."""
     events: list[dict[str, object]] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": device, "args": {"name": f"device {device}"}}
@@ -73,7 +94,7 @@ def write_trace(path: Path, spans: Sequence[Span]) -> None:
     write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
 
-def write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+def _write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     """Writes one panel for each schedule, with one row for each device and a common time scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -129,7 +150,7 @@ svg rect:hover {{ stroke: #000; stroke-width: 1; }}
 """
 
 
-def write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
+def _write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
     """Writes one self-contained page; a tooltip describes each bar."""
     end_ms = max((span.end_ms for _, spans in rows for span in spans), default=1.0) or 1.0
     panels = [f"<h2>{html.escape(name)}</h2>\n{svg_of(name, spans, end_ms)}" for name, spans in rows]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from roundpipe import _core
+from roundpipe.performance import STAGES_LEGEND
 from roundpipe.performance.limits import limit_of, shape_limit
-from roundpipe.performance.notation import STAGES_LEGEND
 
 # Of the steps that are measured, and of those that are simulated to a steady state.
 _MOST_MEASURED = 16

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from roundpipe import _core
-from roundpipe.performance.pictures import Span, write_html, write_png, write_trace
+from roundpipe.performance.pictures import Span, write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +45,8 @@ class Timeline:
         Raises:
             ValueError: the path has another ending, or the file cannot be written.
         """
-        path = Path(path)
         title = f"measured: {self.length_ms:,.1f} ms, devices busy {100 * self.busy_share:.1f} %"
-        if path.suffix == ".html":
-            write_html(path, title, [(title, self.spans)])
-        elif path.suffix == ".png":
-            write_png(path, [(title, self.spans)])
-        elif path.suffix == ".json":
-            write_trace(path, self.spans)
-        else:
-            raise ValueError(f"[timeline] {path} ends in '{path.suffix}', expected .html, .png or .json")
+        write(Path(path), title, [(title, self.spans)])
 
 
 def timeline_of(calls: Sequence[Iterable[_core.Record]], plan: _core.Plan | None, what: str) -> Timeline:

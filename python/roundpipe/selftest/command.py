@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from roundpipe.planning.options import require
+from roundpipe.plan.options import require
 
 _LEAST_BYTES, _MOST_BYTES = 100_000, 1_000_000_000
 

@@ -29,7 +29,7 @@ class TrainOptions(TrainConfig):
     machine: Annotated[
         Path | None,
         typer.Option(
-            help="With --dry-run: a machine file of `roundpipe machine` (default: it is measured).",
+            help="With --dry-run: a machine file of `roundpipe plan --measure` (default: it is measured).",
             metavar="FILE",
             show_default=False,
         ),

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from roundpipe.planning.options import Optimizer
+from roundpipe.plan.options import Optimizer
 from roundpipe.records.options import Documents, Format, OnBad, Overlong, TrainOn
 
 # The engine's table of options; tools/training_options.py writes it.

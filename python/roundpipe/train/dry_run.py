@@ -13,16 +13,16 @@ import torch
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.machine.meter import matmul_gflops, measure
 from roundpipe.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.memory.host import free_host_bytes
-from roundpipe.planning.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
-from roundpipe.planning.machine import Machine
-from roundpipe.planning.machine import load as load_machine
-from roundpipe.planning.options import WITH_8BIT
-from roundpipe.planning.schedules import Request
-from roundpipe.planning.shapes import ModelShapes
-from roundpipe.planning.shapes import measure as measure_shapes
+from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
+from roundpipe.plan.machine import Machine
+from roundpipe.plan.machine import load as load_machine
+from roundpipe.plan.measure import matmul_gflops, measure
+from roundpipe.plan.options import WITH_8BIT
+from roundpipe.plan.schedules import Request
+from roundpipe.plan.shapes import ModelShapes
+from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import base_of_adapter, meta_model, rule_of, tokenizer_of
@@ -73,7 +73,7 @@ def dry_run(
     """Says what a run would do. Writes nothing into its folder.
 
     Args:
-        machine_file: of `roundpipe machine`; None measures the machine, in some seconds for each device.
+        machine_file: of `roundpipe plan --measure`; None measures the machine, in some seconds for each device.
 
     Returns:
         Whether it is predicted to fit.
@@ -84,7 +84,7 @@ def dry_run(
     if launched_processes() != "1":
         raise ValueError(
             "[train] --dry-run was started by torchrun, expected one process, as it says what one machine would do; "
-            "start it without torchrun, and see roundpipe simulate --nodes for several machines"
+            "start it without torchrun, and see roundpipe plan --nodes for several machines"
         )
     nodes = RunNodes.alone()
     folder = RunFolder(config, resume, nodes)
@@ -98,7 +98,7 @@ def dry_run(
     if len(machine.devices) != len(roundpipe.devices()):
         raise ValueError(
             f"[train] {machine_file} has {len(machine.devices)} devices, expected those of the run, which are "
-            f"{len(roundpipe.devices())}; measure them with roundpipe machine"
+            f"{len(roundpipe.devices())}; measure them with roundpipe plan --measure"
         )
     forecast = _forecast(config, machine)
     for line in _lines(config, forecast, data, machine):

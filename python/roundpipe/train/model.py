@@ -16,7 +16,7 @@ from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
 from roundpipe.ops.packed_attention import check_packing
-from roundpipe.planning.shapes import make_model
+from roundpipe.plan.shapes import make_model
 from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"

@@ -94,7 +94,7 @@ Case read(const std::string& name) {
   throw std::runtime_error("no case " + name);
 }
 
-// A preset's layers for microbatches of 2,048 tokens; times and values as in python/roundpipe/planning/costs.py.
+// A preset's layers for microbatches of 2,048 tokens; times and values as in python/roundpipe/plan/costs.py.
 Case preset(const std::string& name, int layers, LayerCost layer, LayerCost head, int devices, int microbatches) {
   Case made{name, LayerCosts(static_cast<std::size_t>(layers), layer), {}, {}, microbatches};
   made.costs.push_back(head);

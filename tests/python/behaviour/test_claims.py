@@ -2,8 +2,8 @@
 
 A row has its devices, host memory and settings, the kind and the date of its evidence, and its command. A report that
 it links has that date, and begins with its command. Commands are those of programs that exist, with options that they
-take; test_bench.py and test_kit.py run the programs in their small form. What `roundpipe plan` and `roundpipe simulate`
-predict stands in the row that names them.
+take; test_bench.py and test_kit.py run the programs in their small form. What `roundpipe plan`
+predicts stands in the row that names it.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_commands_are_those_of_programs_that_exist() -> None:
                     assert f"\n{target}:" in makefile, row.name
                     for name in (variable.partition("=")[0] for variable in variables):
                         assert f"\n{name} ?=" in makefile, f"{row.name}: {name}"
-                case ["roundpipe", "plan" | "simulate", *_]:
+                case ["roundpipe", "plan", *_]:
                     pass  # run below
                 case _:
                     pytest.fail(f"{row.name}: {command}")
@@ -254,23 +254,23 @@ def model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 PREDICTED = [(row, command) for row in ROWS for command in row.commands if command.startswith("roundpipe ")]
 IN_EVERY_RUN = {
-    "roundpipe simulate llama3.1-8b --mode sync",
+    "roundpipe plan llama3.1-8b --mode sync --microbatches 16 --compare all",
     "roundpipe plan Qwen3-32B --devices 1 --memory 24GB --microbatches 16",
 }
 # Other versions of transformers may hold a little more or less while a layer runs.
 NEAR = 0.02
 
 
-def cases(verb: str) -> list[Any]:
+def cases(*, compared: bool) -> list[Any]:
     return [
         pytest.param(row, command, id=row.name, marks=() if command in IN_EVERY_RUN else pytest.mark.long)
         for row, command in PREDICTED
-        if command.startswith(f"roundpipe {verb} ")
+        if ("--compare" in command) == compared
     ]
 
 
 @pytest.mark.usefixtures("model_folders")
-@pytest.mark.parametrize(("row", "command"), cases("plan"))
+@pytest.mark.parametrize(("row", "command"), cases(compared=False))
 def test_a_row_of_memory_has_the_plan_s_figures(row: Row, command: str) -> None:
     memory = json.loads(run(f"{command} --json"))["memory"]
     assert memory["fits"]
@@ -281,7 +281,7 @@ def test_a_row_of_memory_has_the_plan_s_figures(row: Row, command: str) -> None:
         assert any(figure == pytest.approx(predicted, rel=NEAR) for figure in figures), (place, predicted)
 
 
-@pytest.mark.parametrize(("row", "command"), cases("simulate"))
+@pytest.mark.parametrize(("row", "command"), cases(compared=True))
 def test_a_row_of_bubbles_has_the_simulator_s_figures(row: Row, command: str) -> None:
     printed: dict[str, list[str]] = {}
     for preset in PRESETS if "PRESET" in command else [""]:
@@ -327,8 +327,9 @@ def test_the_samples_are_what_the_command_prints() -> None:
 
 @pytest.mark.long
 def test_the_command_of_the_picture(tmp_path: Path) -> None:
-    blocks = re.findall(r"^```\n(roundpipe .*?)\n```$", CLAIMS.read_text(), re.M | re.S)
-    assert len(blocks) == 1
+    (command,) = re.findall(r"^```\n(python bench/emulate.py --picture .*?)\n```$", CLAIMS.read_text(), re.M)
     picture = tmp_path / "timeline.png"
-    run(blocks[0].replace("\\\n", "").replace("docs/images/timeline.png", str(picture)) + " --time-scale 0.02")
+    words = shlex.split(command.replace("docs/images/timeline.png", str(picture)))[1:]
+    done = subprocess.run([sys.executable, *words, "--quick"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -17,7 +17,6 @@ from roundpipe.train.config import TrainConfig
         (["train", "--steps", "3", "--steps", "5"], "--steps"),
         (["train", "--lora", "--lora-rank", "4", "--lora"], "--lora"),
         (["plan", "--microbatches", "4", "x.toml", "--microbatches=8"], "--microbatches"),
-        (["plan", "--replicas", "--no-replicas", "x.toml"], "--replicas"),
         (["checkpoint", "convert", "a", "b", "--to", "hf", "--to", "dcp"], "--to"),
     ],
 )

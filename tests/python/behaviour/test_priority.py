@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +12,12 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig
-from roundpipe.planning import emulation
-from roundpipe.planning.costs import parse
-from roundpipe.planning.schedules import Request, predict
+from roundpipe.plan.compare import predict
+from roundpipe.plan.costs import parse
+from roundpipe.plan.schedules import Request
+
+sys.path[:0] = [str(Path(__file__).parents[3] / "bench")]
+from support import emulation  # noqa: E402
 
 MICROBATCHES = 4
 WEIGHT_BYTES = 400_000

@@ -16,7 +16,7 @@ from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.native.check import reason_against_bits
 from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops.packed_attention import register
-from roundpipe.planning.shape_meter import ShapeMeter
+from roundpipe.plan.shape_meter import ShapeMeter
 
 HEAD_DIM, WIDTH, INNER, HEADS, KEY_HEADS = 128, 2048, 6144, 16, 8
 MIXTURES = list(moe_models.MODELS)

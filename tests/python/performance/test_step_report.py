@@ -12,8 +12,8 @@ from torch import nn
 import roundpipe
 from roundpipe import EmulatedLayer, RoundPipe, RoundPipeRunConfig, optim
 from roundpipe.performance.step_report import StepReport
-from roundpipe.planning import costs as cost_files
-from roundpipe.planning.machine import load, measured
+from roundpipe.plan import costs as cost_files
+from roundpipe.plan.machine import load, measured
 
 MICROBATCHES = 3
 LINK_GB_PER_S = 0.2

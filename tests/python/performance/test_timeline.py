@@ -12,6 +12,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe
+from roundpipe.performance.pictures import Span
 from roundpipe.performance.timeline import Timeline
 
 
@@ -101,6 +102,11 @@ def test_another_ending_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^\[timeline\] .* ends in '\.txt', expected \.html, \.png or \.json"):
         Timeline([], 1).save(tmp_path / "steps.txt")
     assert not list(tmp_path.iterdir())
+
+
+def test_as_many_rows_as_a_pool_has_devices_are_drawn(tmp_path: Path) -> None:
+    Timeline([Span(device, "forward", 0.0, 1.0, "all") for device in (0, 1023)], 1024).save(tmp_path / "steps.png")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_profile_names_the_work() -> None:

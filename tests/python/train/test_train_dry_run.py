@@ -11,7 +11,7 @@ import peft
 import pytest
 
 from roundpipe import _core
-from roundpipe.planning.machine import Machine
+from roundpipe.plan.machine import Machine
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
 from roundpipe.train.model import lora_of

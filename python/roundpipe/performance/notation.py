@@ -1,6 +1,0 @@
-"""The notation of stages. Imports nothing heavy."""
-
-# Of the planner's summary of its stages.
-STAGES_LEGEND = (
-    "5x3*2 = 5 stages of 3 layers, 2 devices share each; interleave 1.5 = a step's jobs spread over 1.5 steps"
-)

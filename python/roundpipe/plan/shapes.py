@@ -1,0 +1,418 @@
+"""The memory and operations of a causal language model's layers, derived from its configuration, without weights.
+
+The model is made on torch's meta device, so nothing is allocated, and its own forward runs there once: up to its first
+layer, one layer of each kind, and from the last layer to the loss. `ShapeMeter` counts the tensors. This assumes that
+attention is fused and that feed-forward blocks treat each token independently; a real run checks both, with values.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from roundpipe import _core
+from roundpipe.following.language_model import language_model_in
+from roundpipe.following.parts import LEAST_LOGITS_BYTES
+from roundpipe.following.survey import find_layers
+from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
+from roundpipe.layers.shell import PythonLayer
+from roundpipe.losses.lazy_logits import LazyLogits
+from roundpipe.losses.token_loss import TokenLoss
+from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
+from roundpipe.native.decoder import NativeDecoder, native_decoder
+from roundpipe.ops.functional import Arithmetic
+from roundpipe.plan.shape_meter import ShapeMeter
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import PretrainedConfig
+
+_META = torch.device("meta")
+_ATTENTION = "roundpipe_shapes"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShape:
+    """One layer of the pipeline.
+
+    Attributes:
+        name: its name in the pipeline.
+        footprint: for one microbatch.
+        size: bytes of weights and gradients.
+        forward: what a device does for one microbatch.
+        backward: without the recompute, and without sums of gradients.
+    """
+
+    name: str
+    footprint: _core.LayerFootprint
+    size: _core.LayerBytes
+    forward: _core.LayerWork
+    backward: _core.LayerWork
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelShapes:
+    """A model, with one microbatch of rows of so many tokens.
+
+    Attributes:
+        layers: the part before the model's own layers, these layers, and the part after them.
+        first_trained: layers below need no backward.
+        parameters: the number of all parameters, and of the trained ones.
+        arithmetic: of the layers and, if it is another one than was asked for, why.
+    """
+
+    name: str
+    tokens: int
+    layers: list[LayerShape]
+    first_trained: int
+    parameters: int
+    trained: int
+    model: nn.Module
+    arithmetic: str
+
+    def host(self, rule: UpdateRule = ADAM, values: int = 0) -> HostPrediction:
+        """The model's host memory; see `predict_unloaded`."""
+        return dataclasses.replace(predict_unloaded(self.model, rule), values=values)
+
+
+def make_model(
+    config: PretrainedConfig,
+    lora_rank: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    adapters: PeftConfig | None = None,
+) -> nn.Module:
+    """Makes the model on the meta device.
+
+    Args:
+        lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` of the
+            layers. Experts stored as one tensor are not such modules.
+        adapters: trains these instead.
+
+    Raises:
+        ValueError: transformers has no causal language model, or no fused attention, for the configuration.
+    """
+    from transformers import AttentionInterface, AutoModelForCausalLM
+
+    AttentionInterface.register(_ATTENTION, _fused_attention)
+    config = copy.deepcopy(config)
+    config._attn_implementation = None  # transformers chooses, as it does for a run
+    maker: Any = AutoModelForCausalLM
+    try:
+        with _META:
+            model: Any = maker.from_config(config, dtype=dtype)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"[shapes] transformers cannot make a causal language model of it: {error}") from None
+    if model.config._attn_implementation != "sdpa":
+        raise ValueError(
+            f"[shapes] {type(model).__name__} runs with attention '{model.config._attn_implementation}', expected "
+            "'sdpa': the memory of other kinds cannot be predicted"
+        )
+    model.set_attn_implementation(_ATTENTION)
+    if lora_rank is not None:
+        from peft import LoraConfig
+
+        modules = find_layers(model).named_modules()
+        linear = {name.rpartition(".")[2] for name, module in modules if type(module) is nn.Linear}
+        adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
+    if adapters is not None:
+        from peft import get_peft_model
+
+        with _META:
+            model = get_peft_model(model, adapters, low_cpu_mem_usage=True)
+    made: nn.Module = model.train()
+    return made
+
+
+def measure(
+    model: nn.Module,
+    tokens: int,
+    name: str = "model",
+    rows: int = 1,
+    chunk_logit_bytes: int = 0,
+    arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
+) -> ModelShapes:
+    """Measures each layer for a microbatch of some rows.
+
+    Args:
+        model: from `make_model`.
+        chunk_logit_bytes: of the loss, see `linear_cross_entropy`; 0: as on a card.
+        arithmetic: of the loss, and of layers that have a native form.
+
+    Raises:
+        ValueError: its forward needs values, or it is not a causal language model.
+    """
+    inner = language_model_in(model)
+    if inner is None:
+        raise ValueError(f"[shapes] {type(model).__name__} is not a causal language model of transformers")
+    walk = _Walk(model, inner, (rows, tokens), chunk_logit_bytes, arithmetic)
+    try:
+        layers = walk.run()
+    except NotImplementedError as error:
+        raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
+    trained = [index for index, layer in enumerate(layers) if layer.size.gradients]
+    parameters = list(model.parameters())
+    return ModelShapes(
+        name=name,
+        tokens=tokens,
+        layers=layers,
+        first_trained=trained[0] if trained else len(layers),
+        parameters=sum(p.numel() for p in parameters),
+        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        model=model,
+        arithmetic=walk.arithmetic_text(),
+    )
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Keeps attention fused: on the meta device, torch takes it apart, which no accelerator does."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        dropout, causal = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
+        return fused(*args[:3], dropout, causal, scale=kwargs.get("scale"))[0]
+
+
+def _fused_attention(*args: Any, **kwargs: Any) -> Any:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    with _FusedAttention():
+        return sdpa_attention_forward(*args, **kwargs)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    distinct = {id(leaf): leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)}
+    return list(distinct.values())
+
+
+def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
+    parameters = {id(p): p for module in modules for p in module.parameters()}.values()
+    buffers = {id(b): b for module in modules for b in module.buffers()}.values()
+    tensors = [*parameters, *buffers]
+    return _core.layer_bytes(tensors, [id(tensor) in tied for tensor in tensors])
+
+
+def _decode(
+    native: NativeDecoder, chunk: int | None, hidden: torch.Tensor, attention_mask: Any = None, **kwargs: Any
+) -> torch.Tensor:
+    config = native.config()
+    assert config is not None, native.reason
+    weights = [parameter for _, parameter in native.layer.named_parameters()]
+    cos, sin = kwargs["position_embeddings"]
+    experts = "grouped_mm" if native.has_experts else None
+    return _core.decode(
+        config, native.names, weights, hidden, cos, sin, attention_mask, "sdpa", chunk or 0, experts=experts
+    )
+
+
+class _Walk:
+    """One forward of the model, with its layers run separately."""
+
+    def __init__(
+        self, model: nn.Module, inner: Any, shape: tuple[int, int], chunk_logit_bytes: int, arithmetic: Arithmetic
+    ) -> None:
+        self._model, self._chunk_logit_bytes, self._arithmetic = model, chunk_logit_bytes, arithmetic
+        self._inner = inner
+        self._layers = list(find_layers(inner))
+        self._ids = torch.empty(shape, dtype=torch.int64, device=_META)
+        ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
+        self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
+        self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
+        self._known: dict[Any, tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]] = {}
+        self._shapes: list[LayerShape] = []
+        self._work, self._base = _core.LayerWork(), 0
+        # Arguments of a layer's first and last call: if freed early, they would count as room made by later code.
+        self._held: list[Any] = []
+        self._exactly: list[str] = []  # why something computes exactly
+
+    def run(self) -> list[LayerShape]:
+        replaced = [(layer, layer.forward) for layer in self._layers]
+        meter = self._meter
+        try:
+            for index, (layer, forward) in enumerate(replaced):
+                layer.__dict__["forward"] = self._stand_in(index, layer, forward)
+            with torch.enable_grad(), meter, self._postponed_logits():
+                output = self._model(input_ids=self._ids, labels=self._ids, use_cache=False)
+                loss = output[0] if isinstance(output, tuple) else output.loss
+                del output
+                self._after(loss)
+        finally:
+            for layer, _ in replaced:
+                layer.__dict__.pop("forward", None)
+            for parameter in self._model.parameters():
+                parameter.grad = None
+        return self._shapes
+
+    def arithmetic_text(self) -> str:
+        """See `ModelShapes.arithmetic`."""
+        reasons = "; ".join(dict.fromkeys(self._exactly))
+        return self._arithmetic + (f", but exact: {reasons}" if reasons else "")
+
+    def _stand_in(self, index: int, layer: nn.Module, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if index == 0:
+                self._before(args, kwargs)
+            given = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in _tensors((args, kwargs))]
+            kind = (PythonLayer(layer, str(index)).kind(), *given)
+            if kind not in self._known:
+                self._known[kind] = self._layer(layer, forward, args, kwargs)
+            footprint, forward_work, backward_work, output = self._known[kind]
+            size = _size([layer], self._tied)
+            self._shapes.append(LayerShape(f"layer{index}", footprint, size, forward_work, backward_work))
+            self._held = [*self._held[:1], (args, kwargs, output)]
+            self._meter.reset_peak()
+            self._work, self._base = self._meter.work, self._meter.current_bytes
+            return output
+
+        return run
+
+    def _travelling(self, args: Any, kwargs: Any) -> int:
+        """Bytes that pass from layer to layer: a layer's tensors, and the labels, which the last layer needs."""
+        return sum(tensor.nbytes for tensor in _tensors((args, kwargs))) + self._ids.nbytes
+
+    def _before(self, args: Any, kwargs: Any) -> None:
+        meter = self._meter
+        forward, saved, work = meter.peak_bytes, meter.current_bytes, meter.work
+        roots = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
+        given = [torch.ones_like(root) for root in roots]
+        backward = saved + self._backward(roots, given)
+        outputs = self._travelling(args, kwargs)
+        # Token ids and labels come in.
+        footprint = _core.LayerFootprint(
+            2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
+        )
+        self._shapes.append(LayerShape("before", footprint, self._outside(first=True), work, meter.work - work))
+
+    def _native_form(self, layer: nn.Module) -> NativeDecoder | None:
+        """In which a layer computes, if that is not Python's; notes what computes exactly in fast arithmetic."""
+        if self._arithmetic == "exact":
+            return None
+        native = native_decoder(layer, 0, self._arithmetic)
+        reason = native if isinstance(native, str) else native.exact_parts()
+        self._exactly += [reason] if reason else []
+        return None if isinstance(native, str) else native
+
+    def _layer(
+        self, layer: nn.Module, forward: Any, args: Any, kwargs: Any
+    ) -> tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]:
+        meter = self._meter
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
+        layer.__dict__.pop("forward", None)
+        chunk = chunk_of("auto", self._ids.shape[1])
+        native = self._native_form(layer)
+        in_python = native is None
+        blocks = self._blocks(layer, args, kwargs) if chunk and in_python else ()
+        base, before = meter.current_bytes, meter.work
+        meter.reset_peak()
+        with in_chunks(layer, blocks, chunk) if chunk and in_python else nullcontext():
+            output = layer(*args, **kwargs) if native is None else _decode(native, chunk, *args, **kwargs)
+        peak, saved = meter.peak_bytes - base, meter.current_bytes - base
+        forward_work = meter.work - before
+        roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        given = [torch.ones_like(root) for root in roots]
+        # A layer passes on its inputs, with its own hidden states in place of the received ones.
+        footprint = _core.LayerFootprint(
+            inputs=self._travelling(args, kwargs),
+            outputs=sum(tensor.nbytes for tensor in _tensors(output)),
+            output_gradients=sum(gradient.nbytes for gradient in given),
+            forward=peak,
+            saved=saved,
+            backward=max(saved, saved + self._backward(roots, given)),
+        )
+        detached = pytree.tree_map_only(torch.Tensor, self._leaf, output)
+        return footprint, forward_work, meter.work - before - forward_work, detached
+
+    def _after(self, loss: torch.Tensor) -> None:
+        meter = self._meter
+        forward, saved = meter.peak_bytes - self._base, meter.current_bytes - self._base
+        forward_work = meter.work - self._work
+        given = [torch.ones_like(loss)]
+        backward = saved + self._backward([loss], given)
+        inputs = self._shapes[-1].footprint.outputs + self._ids.nbytes
+        footprint = _core.LayerFootprint(inputs, loss.nbytes, given[0].nbytes, forward, saved, max(saved, backward))
+        backward_work = meter.work - self._work - forward_work
+        self._shapes.append(LayerShape("after", footprint, self._outside(first=False), forward_work, backward_work))
+
+    def _backward(self, roots: list[torch.Tensor], given: list[torch.Tensor]) -> int:
+        """Runs the backward; returns the peak above the bytes held now."""
+        held = self._meter.current_bytes
+        self._meter.reset_peak()
+        handles = [
+            parameter.register_post_accumulate_grad_hook(_drop)  # type: ignore[no-untyped-call]
+            for parameter in self._model.parameters()
+            if parameter.requires_grad
+        ]
+        if roots:
+            torch.autograd.backward(roots, given)
+        for handle in handles:
+            handle.remove()
+        return self._meter.peak_bytes - held
+
+    @staticmethod
+    def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.is_floating_point() and tensor.requires_grad)
+
+    @staticmethod
+    def _blocks(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        candidates = Candidates(layer)
+        with torch.no_grad():
+            layer(*args, **kwargs)
+        candidates.end()
+        with torch.no_grad():
+            return tuple(candidates.blocks())
+
+    def _outside(self, first: bool) -> _core.LayerBytes:
+        """Bytes of the weights outside the layers: the embedding belongs to the first part, all others to the last."""
+        embedding = self._inner.get_input_embeddings()
+        head = self._inner.get_output_embeddings()
+        if first:
+            return _size([embedding], self._tied)
+        inside = {id(module) for layer in self._layers for module in layer.modules()}
+        inside |= {id(module) for module in embedding.modules()}
+        others = [
+            module
+            for module in self._inner.modules()
+            if id(module) not in inside and not any(True for _ in module.children())
+        ]
+        return _size([*(module for module in others if module is not head), head], self._tied)
+
+    @contextmanager
+    def _postponed_logits(self) -> Iterator[None]:
+        """As in a run that needs only the loss: logits are computed in chunks if they would take much memory."""
+        head = self._inner.get_output_embeddings()
+        if type(head) is not nn.Linear or self._ids.numel() * head.out_features * 4 <= LEAST_LOGITS_BYTES:
+            yield
+            return
+        before = self._inner.__dict__.get("_loss_function")
+        head.__dict__["forward"] = lambda states: LazyLogits.make(states, head.weight, head.bias)
+        self._inner.__dict__["_loss_function"] = TokenLoss(
+            self._inner.loss_function, 0, self._chunk_logit_bytes, self._arithmetic
+        )
+        try:
+            yield
+        finally:
+            del head.__dict__["forward"]
+            self._inner.__dict__.pop("_loss_function")
+            if before is not None:
+                self._inner.__dict__["_loss_function"] = before
+
+
+def _drop(parameter: torch.Tensor) -> None:
+    parameter.grad = None  # the engine sums a gradient elsewhere as soon as it is complete

@@ -1,1 +1,0 @@
-"""The command that simulates steps, on one node and on several."""
