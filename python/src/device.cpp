@@ -110,20 +110,26 @@ void bind_device(py::module_& module) {
              for (const device::DeviceSpec& spec : engine.specs()) caps.push_back(spec.memory_bytes);
              return caps;
            })
-      .def("memory", [](Engine& engine, int index) { return engine.pool_worker(index).device().memory(); })
-      .def("resident_bytes", [](Engine& engine, int index) { return engine.pool_worker(index).resident_bytes(); })
+      .def(
+          "memory", [](Engine& engine, int index) { return engine.pool_worker(index).device().memory(); },
+          py::arg("index"))
+      .def(
+          "resident_bytes", [](Engine& engine, int index) { return engine.pool_worker(index).resident_bytes(); },
+          py::arg("index"))
       .def("reset_peak_memory",
            [](Engine& engine) {
              for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().reset_peak_memory();
            })
       .def("device_rules", &runtime::device_rules, py::arg("cap_bytes"))
       .def("smallest_cap_bytes", &runtime::smallest_cap_bytes)
-      .def("moved_bytes",
-           [](Engine& engine, int index) {
-             return MovedBytes{engine.pool_worker(index).upload().moved_bytes(),
-                               engine.pool_worker(index).download().moved_bytes()};
-           })
-      .def("link_use", &link_use)
+      .def(
+          "moved_bytes",
+          [](Engine& engine, int index) {
+            return MovedBytes{engine.pool_worker(index).upload().moved_bytes(),
+                              engine.pool_worker(index).download().moved_bytes()};
+          },
+          py::arg("index"))
+      .def("link_use", &link_use, py::arg("index"))
       .def("failed",
            [](const Engine& engine) {
              std::vector<std::pair<std::string, std::string>> failed;
@@ -138,7 +144,9 @@ void bind_device(py::module_& module) {
           },
           py::arg("index"), py::arg("fault"))
       .def("release_hangs", &Engine::release_hangs)
-      .def("hangs", [](Engine& engine, int index) { return engine.pool_worker(index).device().hangs(); });
+      .def(
+          "hangs", [](Engine& engine, int index) { return engine.pool_worker(index).device().hangs(); },
+          py::arg("index"));
   module.def("require_engine", &require_engine);
   module.def("changed_fp16_accumulation", &device::changed_fp16_accumulation, py::arg("saved"), py::arg("own"));
   module.def("require_callers_thread", &require_callers_thread);

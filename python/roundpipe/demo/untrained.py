@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from roundpipe.files import new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
-from roundpipe.machine.meter import matmul_gflops
+from roundpipe.plan.measure import matmul_gflops
 
 # Ends each file, so that one file's end does not predict the next one's beginning.
 END_OF_FILE = "<|end|>"

@@ -86,8 +86,13 @@ void bind_checkpoint_files(py::module_& module) {
   bind_safetensors(module);
   bind_verify(module);
   module.def(
-      "crc32c", [](const std::string& data, uint32_t seed) { return crc32c(data.data(), data.size(), seed); },
-      py::arg("data"), py::arg("seed") = 0, py::call_guard<py::gil_scoped_release>());
+      "crc32c",
+      [](const py::bytes& data, uint32_t seed) {
+        const std::string_view view = data;
+        const py::gil_scoped_release released;
+        return crc32c(view.data(), view.size(), seed);
+      },
+      py::arg("data"), py::arg("seed") = 0);
 }
 
 }  // namespace roundpipe::python
