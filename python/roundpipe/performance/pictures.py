@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ COLOURS = {
 
 # Height of a PNG; beyond twice as many, matplotlib refuses.
 _MOST_PIXELS = 30_000
+# Rows with a name: matplotlib takes a minute to lay out a thousand.
+_MOST_NAMED = 128
 # Top and height in a device's row, as fractions of it; computation is drawn above the links.
 _COMPUTE = (0.0, 0.7)
 _PLACE = {"upload": (0.72, 0.13), "download": (0.87, 0.13)}
@@ -117,7 +120,8 @@ def _write_png(path: Path, rows: Sequence[tuple[str, Sequence[Span]]]) -> None:
                     at = (device - 0.45 + 0.9 * top, 0.9 * share)
                     panel.broken_barh(bars, at, facecolors=COLOURS[kind], edgecolors="white", linewidths=0.15)
         panel.set_title(title, loc="left", fontsize=11, fontweight="bold")
-        panel.set_yticks(range(height), [f"device {device}" for device in range(height)], fontsize=8)
+        named = range(0, height, math.ceil(height / _MOST_NAMED))
+        panel.set_yticks(named, [f"device {device}" for device in named], fontsize=8)
         panel.set_ylim(height - 0.5, -0.5)
         panel.set_facecolor("#f1f2f4")
         panel.tick_params(length=0)
