@@ -3,7 +3,7 @@
 The first table: emulated layers, which take time on virtual devices and have gradients and weights of real bytes, on 1
 to 4 nodes. Each node is a process in a network namespace of its own, whose link `tc` limits and, with --delay-ms, makes
 late (root and iproute2 are needed; without them, all processes share the loopback without a limit, and only that row is
-measured). Beside it, the step that `roundpipe simulate --nodes` predicts, given the rate that gloo reaches on these
+measured). Beside it, the step that `roundpipe plan --nodes` predicts, given the rate that gloo reaches on these
 links: a loop of torch's collectives alone measures it, with the two kinds that a step has at the same time.
 The second table: a real small model in a plain PyTorch loop with DistributedDataParallel over gloo, and in ours, on the
 same rows, in turns. Losses have to agree.
@@ -289,7 +289,7 @@ def main() -> None:
     links = [] if obstacle else [Link(float(rate), chosen.delay_ms) for rate in rates]
     setting = Setting(steps=2, layers=3, forward_ms=5.0) if chosen.quick else Setting()
     report = Report("Several machines", chosen.out)
-    report("## Emulated layers: the step, and what `roundpipe simulate --nodes` says")
+    report("## Emulated layers: the step, and what `roundpipe plan --nodes` says")
     report("")
     report(
         f"{setting.layers} layers of {setting.forward_ms:g} ms forward and {setting.layer_mb:g} MB of weights and of "

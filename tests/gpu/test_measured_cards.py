@@ -1,4 +1,4 @@
-"""What `roundpipe machine` measures on a card."""
+"""What `roundpipe plan --measure` measures on a card."""
 
 from __future__ import annotations
 

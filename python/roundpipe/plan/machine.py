@@ -1,4 +1,4 @@
-"""Machine files: devices, links and host, for the planning commands.
+"""Machine files: devices, links and host, for `roundpipe plan`.
 
 A machine file is TOML, as `roundpipe plan --measure` writes it. Everything except `schema`, `version` and `devices` may
 be omitted; a rate that is not given, or 0, is infinite. The network between nodes is not measured; with `--nodes`, its

@@ -1,7 +1,7 @@
 """Mutated cost files, machine files and plans: each is read, or refused with a message, and takes little memory.
 
 Input number n of a reader is the same in every run. 300 of each, and more until ROUNDPIPE_FUZZ_SECONDS are over. To
-keep an input that has failed once, write it into tests/corpus/planning: every file there is also read as it is.
+keep an input that has failed once, write it into tests/corpus/plan: every file there is also read as it is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 
 from roundpipe.plan import costs, machine, plans
 
-CORPUS = Path(__file__).parents[2] / "corpus" / "planning"
+CORPUS = Path(__file__).parents[2] / "corpus" / "plan"
 SECONDS = float(os.environ.get("ROUNDPIPE_FUZZ_SECONDS", "0"))
 # What a file's name in the corpus begins with, and who reads it.
 READERS: dict[str, Callable[[str], object]] = {
