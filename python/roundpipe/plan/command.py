@@ -34,15 +34,19 @@ def plan(options: PlanOptions) -> None:
     device, it measures what the host's memory and cores give, or the caps in ROUNDPIPE_DEVICES.
     """
     if options.measure is not None:
-        _measure(options.measure)
+        _measure(options.measure, options.model)
     if options.model is not None:
         _Report(options).show()
 
 
-def _measure(path: Path) -> None:
+def _measure(path: Path, model: str | None) -> None:
     import roundpipe
+    from roundpipe.plan.costs import load
     from roundpipe.plan.measure import measure
+    from roundpipe.plan.model_folder import is_model
 
+    if model is not None and not is_model(model):
+        load(model)  # a mistake is named before anything is measured
     measure(roundpipe.devices(None), say=lambda what: typer.echo(f"measuring {what}", err=True)).save(path)
     typer.echo(f"wrote {path}", err=True)
 
@@ -57,6 +61,7 @@ class _Report:
         from roundpipe.plan.within_memory import plan_within_memory
 
         self._options = options
+        self._network = None if options.nodes is None else options.network_of_nodes()
         self._planned = plan_within_memory(options)
         self._request, self._choices = self._planned.fit.request, self._planned.fit.choices
         training = options.mode != "inference"
@@ -64,9 +69,9 @@ class _Report:
         self._memory = _MemoryReport(self._planned) if training else None
         self._schedules: list[Prediction | Impossible] = []
         self._nodes: list[NodesPrediction] = []
-        if options.nodes is not None:
-            counts, network = options.node_counts(), options.network_of_nodes()
-            self._nodes = predict_nodes(counts, self._request, self._choices[0], network, clip=options.clip)
+        if self._network is not None:
+            counts = options.node_counts()
+            self._nodes = predict_nodes(counts, self._request, self._choices[0], self._network, clip=options.clip)
         elif options.compare is not None or options.picture is not None:
             self._schedules.append(predict_choice("roundpipe", self._request, self._choices))
         if options.compare is not None:
@@ -101,9 +106,9 @@ class _Report:
             document["memory"] = self._memory.document()
         if options.compare is not None:
             document["schedules"] = [result.document() for result in self._schedules]
-        if options.nodes is not None:
-            network = options.network_of_nodes()
-            document |= {"network_gb_per_s": network.gb_per_s, "network_latency_ms": network.latency_ms}
+        if self._network is not None:
+            document["network_gb_per_s"] = self._network.gb_per_s
+            document["network_latency_ms"] = self._network.latency_ms
             document["nodes"] = [prediction.document() for prediction in self._nodes]
         return document
 
@@ -132,8 +137,8 @@ class _Report:
             typer.echo(line)
         if self._options.compare is not None:
             print_schedules(self._schedules)
-        if self._nodes:
-            print_nodes(self._nodes, self._options.network_of_nodes(), self._options.clip)
+        if self._network is not None:
+            print_nodes(self._nodes, self._network, self._options.clip)
 
     def _rows(self) -> list[tuple[str, list[Span]]]:
         from roundpipe.plan.pictures import spans_of

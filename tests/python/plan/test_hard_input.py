@@ -139,9 +139,7 @@ def test_configurations_that_make_no_model(content: str, message: str, tmp_path:
 
 
 HUGE = ["inf", "nan", "1e308", "-1", str(10**30)]
-OPTIONS = [
-    *("devices", "microbatches", "search-seconds", "memory", "update-rate", "tokens", "tflops", "host-memory"),
-]
+OPTIONS = ["devices", "microbatches", "search-seconds", "memory", "update-rate", "tokens", "tflops", "host-memory"]
 
 
 @sweep("option, huge", OPTIONS, HUGE, ids=str, together=1)
