@@ -170,6 +170,13 @@ class PlanOptions:
         float,
         typer.Option(help="Limit of weight uploads, as a factor of one visit in each direction; 0 = no limit."),
     ] = 0.0
+    keep: Annotated[
+        int,
+        typer.Option(
+            help="Up to this many last layers keep their activations, without recompute; 1 = the head; 0 = as training "
+            "does: as many as fit on one device, and on up to four that share gradient groups; else the head."
+        ),
+    ] = 0
     tokens: Annotated[
         int | None,
         typer.Option(help=f"For a model: tokens of a microbatch, in one row (default: {TOKENS}).", show_default=False),
@@ -287,7 +294,16 @@ class PlanOptions:
             require(self.compared().count(name) == 1, "compare", self.compare, f"{name} only once")
         require(self.compare is None or self.nodes is None, "compare", self.compare, "it without --nodes")
         if self.mode == "inference":
-            training = ["host_memory", "optimizer", "moments", "gradient_groups", "update_rate", "nodes", "compare"]
+            training = [
+                "host_memory",
+                "optimizer",
+                "moments",
+                "keep",
+                "gradient_groups",
+                "update_rate",
+                "nodes",
+                "compare",
+            ]
             self.refuse(training, "--mode async or sync")
 
     def _check_sizes(self) -> None:
@@ -299,6 +315,7 @@ class PlanOptions:
         require(traffic_ok, "max-traffic", self.max_traffic, "0 (no limit), or a finite number above it")
         groups_ok = 0 <= self.gradient_groups <= 4096
         require(groups_ok, "gradient-groups", self.gradient_groups, "0 (anywhere) to 4096")
+        require(0 <= self.keep <= 10_000, "keep", self.keep, "0 to 10000")
         seconds_ok = self.search_seconds is None or 0 <= self.search_seconds <= _MOST_SECONDS
         require(seconds_ok, "search-seconds", self.search_seconds, f"0 to {_MOST_SECONDS}")
 
@@ -470,6 +487,7 @@ class PlanOptions:
             microbatches=len(cluster) + 1 if self.microbatches is None else self.microbatches,
             mode="sync" if self.mode == "sync" else "async",
             max_traffic=self.max_traffic,
+            keep_layers=self.keep,
             gradient_groups=self.gradient_groups,
             effort=self.effort,
         )

@@ -139,7 +139,10 @@ def test_configurations_that_make_no_model(content: str, message: str, tmp_path:
 
 
 HUGE = ["inf", "nan", "1e308", "-1", str(10**30)]
-OPTIONS = ["devices", "microbatches", "search-seconds", "memory", "update-rate", "tokens", "tflops", "host-memory"]
+OPTIONS = [
+    *("devices", "microbatches", "search-seconds", "keep", "memory", "update-rate", "tokens", "tflops"),
+    "host-memory",
+]
 
 
 @sweep("option, huge", OPTIONS, HUGE, ids=str, together=1)
@@ -266,6 +269,7 @@ def test_stages_of_another_model_are_a_line_of_the_table(tmp_path: Path) -> None
         (["--update-rate", "2"], "--update-rate", "--links"),
         (["--mode", "inference", "--host-memory", "1GB"], "--host-memory", "--mode async or sync"),
         (["--mode", "inference", "--compare", "all"], "--compare", "--mode async or sync"),
+        (["--mode", "inference", "--keep", "2"], "--keep", "--mode async or sync"),
         (["--tokens", "5"], "--tokens", "a model's folder"),
         (["--train", "lora"], "--train", "a model's folder"),
         (["--tflops", "5"], "--tflops", "a model's folder"),
