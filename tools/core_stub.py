@@ -36,20 +36,25 @@ _OUTPUTS = "list[tuple[list[torch.Tensor], typing.Any]]"
 _PASSAGES = "collections.abc.Sequence[Passage | None]"
 TYPES: dict[tuple[str, ...], str] = {
     ("ADAPTABLE",): "list[str]",
+    ("CallArguments", "__init__", "inputs"): _VALUES,
+    ("CallArguments", "__init__", "labels"): _VALUES,
+    ("CallArguments", "__init__", "passages"): _PASSAGES,
+    ("CallResult", "outputs", "return"): _OUTPUTS,
+    ("Contents", "set_states", "common"): "dict[typing.Any, typing.Any]",
+    ("Contents", "set_states", "own"): "dict[typing.Any, typing.Any]",
     ("DEFAULT_ARITHMETIC",): 'typing.Literal["exact", "fast"]',
     ("EMBEDDED",): "list[int]",
+    ("HostPrediction", "rows", "return"): "dict[str, int]",
+    ("ModelCore", "forward", "return"): _OUTPUTS,
     ("Passage", "with_documents", "of_calls"): "collections.abc.Sequence[Documents | None]",
     ("Passage", "with_documents", "whole"): "Documents | None",
     ("Pipeline", "__init__", "layers"): _VALUES,
     ("Pipeline", "block_parameters", "return"): "list[list[torch.nn.Parameter]]",
-    ("Pipeline", "forward", "inputs"): _VALUES,
-    ("Pipeline", "forward", "passages"): _PASSAGES,
-    ("Pipeline", "forward", "return"): _OUTPUTS,
-    ("Pipeline", "submit", "inputs"): _VALUES,
-    ("Pipeline", "submit", "labels"): _VALUES,
-    ("Pipeline", "submit", "passages"): _PASSAGES,
+    ("SaveWork", "__init__", "run"): "RunFolder | None",
+    ("SaveWork", "start", "finish"): "collections.abc.Callable[[], object]",
+    ("StoredCheckpoint", "fingerprint", "keys"): _VALUES,
+    ("StoredCheckpoint", "value", "keys"): _VALUES,
     ("StoredTensor", "shape", "return"): "tuple[int, ...]",
-    ("TrainResult", "outputs", "return"): _OUTPUTS,
     ("modules_unchanged", "modules"): _VALUES,
     ("modules_unchanged", "snapshots"): "list[tuple[dict[str, typing.Any], ...]]",
     ("own_generator", "return"): "torch.Generator | None",
@@ -71,7 +76,11 @@ def generated() -> str:
     parser.finalize()
     printer = Printer(invalid_expr_as_ellipses=True)
     tree = ast.parse("\n".join(printer.print_module(module)))
-    return HEAD + ast.unparse(_Tidy().visit(tree)) + "\n"
+    tidy = _Tidy()
+    text = HEAD + ast.unparse(tidy.visit(tree)) + "\n"
+    if tidy.unused:
+        raise SystemExit(f"TYPES has {', '.join('.'.join(place) for place in sorted(tidy.unused))}, which nothing has")
+    return text
 
 
 def same(one: str, other: str) -> bool:
@@ -90,6 +99,7 @@ class _Tidy(ast.NodeTransformer):
 
     def __init__(self) -> None:
         self._at: tuple[str, ...] = ()
+        self.unused = set(TYPES)
 
     def visit_Module(self, node: ast.Module) -> ast.Module:
         self._tidy(node)
@@ -113,14 +123,14 @@ class _Tidy(ast.NodeTransformer):
         for argument, default in zip(every, defaults, strict=True):
             if argument.annotation is None:
                 continue
-            said = TYPES.get((*place, argument.arg), ast.unparse(argument.annotation))
+            said = self._said((*place, argument.arg), argument.annotation)
             if node.name == "__eq__":
                 said = "object"
             if isinstance(default, ast.Constant) and default.value is None and "None" not in said:
                 said += " | None"
             argument.annotation = ast.parse(said).body[0].value
-        if (*place, "return") in TYPES:
-            node.returns = ast.parse(TYPES[*place, "return"]).body[0].value
+        if node.returns is not None:
+            node.returns = ast.parse(self._said((*place, "return"), node.returns)).body[0].value
         for argument in (arguments.vararg, arguments.kwarg):
             if argument is not None and argument.annotation is None:
                 argument.annotation = ast.Name("object")
@@ -128,11 +138,13 @@ class _Tidy(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AnnAssign:
-        said = TYPES.get((*self._at, _name(node)))
-        if said is not None:
-            node.annotation = ast.parse(said).body[0].value
+        node.annotation = ast.parse(self._said((*self._at, _name(node)), node.annotation)).body[0].value
         node.value = None
         return node
+
+    def _said(self, place: tuple[str, ...], annotation: ast.expr) -> str:
+        self.unused.discard(place)
+        return TYPES.get(place, ast.unparse(annotation))
 
     def _tidy(self, node: ast.Module | ast.ClassDef) -> None:
         node.body = [self.visit(part) for part in node.body if not _says_nothing(part)] or [ast.Expr(ast.Constant(...))]
