@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -159,6 +160,7 @@ class TorchSteps(StepGroup):
         waiting = waiting_groups(self)
 
         def update() -> None:
+            threading.current_thread().name = "roundpipe-optimizer"  # as debuggers and logs show it
             with OptimizerCtx(), beside(waiting), nullcontext() if scales is None else scales.active():
                 step_fn(*args, **kwargs)
 
