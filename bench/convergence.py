@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from support.demo_runs import CLIP_NORM, TABLE_FACTOR, TABLES, DemoRuns
+from support.demo_runs import CLIP_NORM, TABLES, DemoRuns
 from support.report import Report, parser
 
 import roundpipe
@@ -48,7 +48,7 @@ def plain_bf16(model: roundpipe.RoundPipe, runs: DemoRuns) -> Callable[[int], No
     optimizer = torch.optim.AdamW(
         [
             {"params": [parameter for name, parameter in named.items() if name not in TABLES]},
-            {"params": [named[name] for name in TABLES], "lr": runs.rate * TABLE_FACTOR},
+            *({"params": [named[name]], "lr": runs.rate * factor} for name, factor in TABLES.items()),
         ],
         **runs.rule,
     )
