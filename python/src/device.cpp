@@ -121,7 +121,6 @@ void bind_device(py::module_& module) {
              for (int i = 0; i < engine.pool_size(); ++i) engine.pool_worker(i).device().reset_peak_memory();
            })
       .def("device_rules", &runtime::device_rules, py::arg("cap_bytes"))
-      .def("smallest_cap_bytes", &runtime::smallest_cap_bytes)
       .def(
           "moved_bytes",
           [](Engine& engine, int index) {

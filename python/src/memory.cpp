@@ -111,12 +111,6 @@ void bind_memory_simulator(py::module_& module) {
       },
       py::arg("plans"), py::arg("sizes"), py::arg("rules"));
   module.def(
-      "largest_stage_bytes",
-      [](const std::vector<schedule::Plan>& plans, const StepSizes& sizes) {
-        return simulate::largest_stage_bytes(plans, sizes);
-      },
-      py::arg("plans"), py::arg("sizes"));
-  module.def(
       "waiting_on_host",
       [](const schedule::Plan& plan, const std::vector<LayerFootprint>& footprints, int microbatches) {
         return simulate::waiting_on_host(plan, footprints, microbatches);
@@ -131,7 +125,6 @@ void bind_memory_simulator(py::module_& module) {
       .def_readonly("algorithm", &OptimizerMemory::algorithm)
       .def_readonly("options", &OptimizerMemory::options)
       .def_readonly("moments", &OptimizerMemory::moments);
-  module.def("least_optimizer", &least_optimizer);
   module.def("largest_optimizer", &largest_optimizer, py::arg("algorithm"), py::arg("groups"), py::arg("moments"));
   ValueClass<HostPrediction>(module, "HostPrediction")
       .attribute("weights", [](const HostPrediction& host) { return host.weights; })
@@ -157,13 +150,13 @@ void bind_memory_simulator(py::module_& module) {
   module.def(
       "predict_host",
       [](const std::vector<std::vector<at::Tensor>>& blocks, const OptimizerMemory& optimizer, bool trains,
-         int64_t wider_gradients, int64_t values, int64_t partial_sums) {
-        HostPrediction host{host_memory_of(blocks, optimizer, trains), values, partial_sums, 0};
+         int64_t wider_gradients, int64_t partial_sums) {
+        HostPrediction host{host_memory_of(blocks, optimizer, trains), 0, partial_sums, 0};
         host.gradients += wider_gradients;
         return host;
       },
       py::arg("blocks"), py::arg("optimizer"), py::arg("trains") = true, py::arg("wider_gradients") = 0,
-      py::arg("values") = 0, py::arg("partial_sums") = 0);
+      py::arg("partial_sums") = 0);
   module.def(
       "require_host",
       [](const std::string& where, const std::string& name, int64_t budget_bytes,
@@ -186,7 +179,6 @@ void bind_memory(py::module_& module) {
   bind_memory_simulator(module);
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("free_host_bytes", &memory::free_host_bytes);
-  module.def("settled_bytes", &memory::settled_bytes, py::arg("tensor"));
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
   ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
       .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)

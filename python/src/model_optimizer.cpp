@@ -89,8 +89,6 @@ void bind_model_optimizer(py::module_& module) {
             optimizer.block(block).restart_master(parameter, weights.detach());
           },
           py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
-      .def("load_next_weights", &ModelOptimizer::load_next_weights, py::arg("block"),
-           py::call_guard<py::gil_scoped_release>())
       .def(
           "host_bytes",
           [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {

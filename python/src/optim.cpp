@@ -101,12 +101,6 @@ void bind_updates(py::module_& module) {
       py::arg("remainder"), py::arg("master"), py::arg("gradient"), py::arg("inverse_scale") = 1.0F,
       py::arg("clip") = 1.0F, py::call_guard<py::gil_scoped_release>());
   module.def(
-      "sum_of_squares",
-      [](const at::Tensor& gradient, float inverse_scale) {
-        return sum_of_squares(gradient, inverse_scale, *ThreadPool::current());
-      },
-      py::arg("gradient"), py::arg("inverse_scale") = 1.0F, py::call_guard<py::gil_scoped_release>());
-  module.def(
       "split",
       [](const at::Tensor& master, const at::Tensor& weight, const at::Tensor& remainder) {
         split(master, weight, remainder, *ThreadPool::current());

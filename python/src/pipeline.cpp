@@ -233,9 +233,6 @@ void bind_pipeline(py::module_& module) {
           py::arg("gradients"), py::call_guard<py::gil_scoped_release>())
       .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
       .def(
-          "adopt_replaced", [](Pipeline& pipeline) { pipeline.weights().adopt_replaced(); },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
           "show_weights", [](Pipeline& pipeline) { pipeline.weights().show(); },
           py::call_guard<py::gil_scoped_release>())
       .def(
@@ -289,16 +286,6 @@ void bind_pipeline(py::module_& module) {
           py::call_guard<py::gil_scoped_release>())
       .def("last_step_plan", &Pipeline::last_step_plan)
       .def("last_step_groups", &Pipeline::last_step_groups)
-      .def(
-          "preview_plans",
-          [](const Pipeline& pipeline, const runtime::Route& route, schedule::PlanMode mode, int microbatches,
-             int gradient_groups, RecomputeGrain recompute_grain, int steps) {
-            return runtime::preview_plans(pipeline.model(), route,
-                                          {mode, microbatches, gradient_groups, recompute_grain}, pipeline.planner(),
-                                          *Engine::current(), steps);
-          },
-          py::arg("route"), py::arg("mode"), py::arg("microbatches"), py::arg("gradient_groups"),
-          py::arg("recompute_grain"), py::arg("steps"), py::call_guard<py::gil_scoped_release>())
       .def("layer_bytes", [](const Pipeline& pipeline) { return runtime::layer_sizes(pipeline.model()); })
       .def_property(
           "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },

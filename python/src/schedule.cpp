@@ -204,7 +204,6 @@ void bind_schedule(py::module_& module) {
       .def(py::init<Plan, const LayerCosts&, const Cluster&, TimingRules>(), py::arg("recipe"), py::arg("costs"),
            py::arg("cluster"), py::arg("rules"))
       .def("next", &Placer::next);
-  module.def("pace_ms", [](const std::vector<double>& ends_ms) { return pace_ms(ends_ms); }, py::arg("ends_ms"));
   module.def(
       "traffic_ratio", [](const Plan& plan, const LayerCosts& costs) { return traffic_ratio(plan, CostSums(costs)); },
       py::arg("plan"), py::arg("costs"));

@@ -20,7 +20,6 @@ from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.placeholder import (
     CannotFollow,
     Made,
-    Origin,
     Placeholder,
     Recorder,
     recording,
@@ -582,11 +581,6 @@ def buffers_around(followed: FollowedModel) -> dict[str, torch.Tensor]:
     """The buffers outside the model's own layers."""
     inside = {id(buffer) for layer in followed.layers for buffer in layer.buffers()}
     return {name: buffer for name, buffer in followed.model.named_buffers() if id(buffer) not in inside}
-
-
-def origins_of(outputs: Any) -> set[Origin]:
-    """The origins of the placeholders in a pytree."""
-    return {origin for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, Placeholder) for origin in leaf.origins}
 
 
 class Ends:

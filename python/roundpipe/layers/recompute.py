@@ -90,11 +90,6 @@ def may_save(module: nn.Module) -> bool:
     return False
 
 
-def forget_saved(call: int) -> None:
-    """Drops the items that layers saved in a call that does not belong to the engine."""
-    _saved.pop(call, None)
-
-
 def doing_recompute() -> bool:
     """Whether the layer that runs in this thread is being recomputed."""
     return _running.context is not None and _running.context[3]

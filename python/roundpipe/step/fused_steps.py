@@ -13,7 +13,7 @@ from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, 
 from roundpipe.step.group import StepGroup
 from roundpipe.step.plain_steps import owners
 from roundpipe.step.scaler import GradScaler, StepScales, synchronize_scales
-from roundpipe.step.update import uninterrupted
+from roundpipe.step.uninterrupted import uninterrupted
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer) -> NoReturn:

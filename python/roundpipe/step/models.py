@@ -102,11 +102,6 @@ class SteppedModels:
         """Whether a pipeline has gradients that no step has consumed."""
         return any(pipeline.has_gradients for pipeline in self.pipelines)
 
-    def adopt_replaced(self) -> None:
-        """Takes values that the user has assigned to parameters in the pipelines (`parameter.data = value`)."""
-        for pipeline in self.all_pipelines():
-            pipeline.adopt_replaced()
-
     def drain(self) -> None:
         """Waits for all calls."""
         for pipeline in self.pipelines:

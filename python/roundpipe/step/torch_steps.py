@@ -20,7 +20,7 @@ from roundpipe.step.optimizer_context import OptimizerCtx
 from roundpipe.step.optimizer_parameter import OptimizerParameter
 from roundpipe.step.plain_steps import beside, owners, split_parameters, waiting_groups
 from roundpipe.step.scaler import hand_over, synchronize_scales
-from roundpipe.step.update import uninterrupted
+from roundpipe.step.uninterrupted import uninterrupted
 
 
 class TorchSteps(StepGroup):

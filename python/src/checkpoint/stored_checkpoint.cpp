@@ -130,8 +130,6 @@ void bind_stored_checkpoint(py::module_& module) {
                                return keys;
                              })
       .def("shape", &StoredCheckpoint::shape, py::arg("name"))
-      .def("require_whole", &StoredCheckpoint::require_whole, py::arg("sections"),
-           py::call_guard<py::gil_scoped_release>())
       .def("verify_rest", &StoredCheckpoint::verify_rest, py::arg("rank") = 0, py::arg("size") = 1,
            py::call_guard<py::gil_scoped_release>());
   bind_reads(module);
