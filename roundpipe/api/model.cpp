@@ -8,7 +8,6 @@
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/InferenceMode.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <roundpipe/core/error.h>
@@ -126,10 +125,8 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   check(options);
   check_modules();
   publish_written();
-  const bool requires_grad =
-      !c10::InferenceMode::is_enabled() && options.requires_grad.value_or(at::GradMode::is_enabled());
   inputs = detail::on_host(std::move(inputs), "forward");
-  if (requires_grad) refuse_gradient_hooks(parameter_names());
+  if (ModelCore::makes_graph(options)) refuse_gradient_hooks(parameter_names());
   const int count = detail::count_of(inputs, options, device_count());
   CallArguments cut;
   cut.inputs = detail::cut_inputs(inputs, count, options.cut_inputs);

@@ -117,6 +117,12 @@ int64_t settled_bytes(const at::Tensor& tensor) {
   return (keeps_strides(narrow) ? span(narrow) : narrow.numel()) * tensor.element_size();
 }
 
+int64_t settled_bytes(const std::vector<at::Tensor>& tensors) {
+  int64_t bytes = 0;
+  for (const at::Tensor& tensor : tensors) bytes += settled_bytes(tensor);
+  return bytes;
+}
+
 bool spans_overlap(const at::Tensor& a, const at::Tensor& b) {
   if (!has_span(a) || !has_span(b) || a.numel() == 0 || b.numel() == 0 || !a.is_alias_of(b)) return false;
   const int64_t first_a = a.storage_offset() * a.element_size(), first_b = b.storage_offset() * b.element_size();

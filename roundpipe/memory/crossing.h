@@ -56,6 +56,8 @@ inline at::Tensor copy_alike(const at::Tensor& tensor) { return copy_alike(tenso
 
 // The bytes of a copy of `tensor` beyond a boundary, broadcast dimensions counted once; 0 for a tensor without a span.
 int64_t settled_bytes(const at::Tensor& tensor);
+// Of all of them.
+int64_t settled_bytes(const std::vector<at::Tensor>& tensors);
 
 // Whether the spans of the two tensors share memory, so that a write to one may change the other.
 bool spans_overlap(const at::Tensor& a, const at::Tensor& b);

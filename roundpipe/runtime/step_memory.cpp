@@ -141,11 +141,9 @@ std::optional<StepsWithinCap::Step> StepsWithinCap::step_of(const ModelState& mo
   step.kind = concat(static_cast<int>(request.mode), " ", static_cast<int>(request.recompute_grain), " ",
                      request.gradient_groups, " ", engine->size(), " ", cap_bytes);
   for (const std::unique_ptr<LayerState>& state : model.layers) step.kind += concat(" ", state->layer->mode_key());
-  step.bytes = label_bytes;
-  for (const at::Tensor& input : inputs) {
+  for (const at::Tensor& input : inputs)
     step.kind += concat(" ", input.scalar_type(), input.dim(), input.requires_grad());
-    step.bytes += memory::settled_bytes(input);
-  }
+  step.bytes = label_bytes + memory::settled_bytes(inputs);
   step.microbatches = request.microbatches;
   return step;
 }

@@ -135,7 +135,7 @@ void CopySteps::queue_step(std::function<void()> function) {
       });
 }
 
-bool CopySteps::run_step(Updates& weights, Tickets& tickets, std::vector<at::Tensor> host_gradients,
+bool CopySteps::run_step(Updates& weights, Tickets& tickets, const std::vector<at::Tensor>& host_gradients,
                          const std::function<void()>& function) {
   for (const auto& update : weights) update->make();
   bool landed = true;

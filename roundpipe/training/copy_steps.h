@@ -87,7 +87,7 @@ class CopySteps : public std::enable_shared_from_this<CopySteps> {
   using Updates = std::vector<std::unique_ptr<runtime::WeightUpdate>>;
   using Tickets = std::vector<std::unique_ptr<runtime::StepTicket>>;
 
-  bool run_step(Updates& weights, Tickets& tickets, std::vector<at::Tensor> host_gradients,
+  bool run_step(Updates& weights, Tickets& tickets, const std::vector<at::Tensor>& host_gradients,
                 const std::function<void()>& function);
   void take_result(const runtime::FunctionThread::Run& finished);
   std::vector<at::Tensor> take_host_gradients();

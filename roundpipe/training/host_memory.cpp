@@ -11,6 +11,9 @@ namespace roundpipe {
 
 namespace {
 
+// What any optimizer takes at least, while nobody knows which one it will be.
+constexpr optim::Algorithm kLeast = optim::Algorithm::kSGD;
+
 std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                     const std::optional<OptimizerMemory>& optimizer) {
@@ -29,8 +32,6 @@ std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
 }
 
 }  // namespace
-
-OptimizerMemory least_optimizer() { return {.algorithm = optim::Algorithm::kSGD}; }
 
 OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
                                   optim::MomentFormat moments) {
@@ -102,7 +103,7 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
 void require_host(const char* where, const std::string& name, int64_t budget_bytes,
                   const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                   const std::optional<OptimizerMemory>& optimizer) {
-  const HostPrediction wanted = predict(optimizer.value_or(least_optimizer()));
+  const HostPrediction wanted = predict(optimizer.value_or(OptimizerMemory{.algorithm = kLeast}));
   if (wanted.total() <= budget_bytes) return;
   throw BudgetExceeded(concat(memory_table(concat("[", where, "] ", name, " does not fit on the host:"),
                                            rows_of(wanted), {{"host_memory", budget_bytes}}),

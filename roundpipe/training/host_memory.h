@@ -29,8 +29,6 @@ struct OptimizerMemory {
   optim::MomentFormat moments = optim::MomentFormat::kFloat32;
   int nodes = 1;  // processes that share its state
 };
-// What any takes at least, while nobody knows which one it will be: plain SGD.
-OptimizerMemory least_optimizer();
 
 // Bytes of a model's training on the host.
 struct HostPrediction : simulate::HostMemory {
@@ -41,7 +39,7 @@ struct HostPrediction : simulate::HostMemory {
   int64_t total() const { return weights + gradients + masters + moments + values + partial_sums + kept_for_failures; }
 };
 
-// Of groups with these hyperparameters, the one that takes the most for a parameter.
+// Of groups with these hyperparameters, at least one, that which takes the most for a parameter.
 OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
                                   optim::MomentFormat moments);
 

@@ -51,12 +51,6 @@ struct Trial {
   ~Trial() { frontend().call_over(kTrial); }
 };
 
-int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  int64_t bytes = 0;
-  for (const at::Tensor& tensor : tensors) bytes += memory::settled_bytes(tensor);
-  return bytes;
-}
-
 // Copies on `device`, as they are beyond a boundary.
 std::vector<at::Tensor> crossed(const std::vector<at::Tensor>& tensors, c10::Device device) {
   std::vector<at::Tensor> copies;
@@ -104,7 +98,7 @@ Measured measure_layer(const runtime::LayerState& state, int index, const Values
   Meter meter(on);
   Measured measured;
   LayerFootprint& footprint = measured.footprint;
-  footprint.inputs = bytes_of(values.tensors);
+  footprint.inputs = memory::settled_bytes(values.tensors);
   const std::unique_ptr<runtime::LayerShell> shell = filled_shell(state, trains, device);
   const std::vector<at::Tensor> leaves = crossed(values.tensors, device);
   // A layer may write to its inputs in place, which autograd forbids for leaves.

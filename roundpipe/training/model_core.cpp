@@ -36,9 +36,12 @@ void ModelCore::require_gradients(const char* where, const RunOptions& options) 
                                      " makes them; leave the NoGradGuard or InferenceMode, or call forward"));
 }
 
+bool ModelCore::makes_graph(const RunOptions& options) {
+  return !c10::InferenceMode::is_enabled() && options.requires_grad.value_or(at::GradMode::is_enabled());
+}
+
 std::vector<Values> ModelCore::forward(const CallArguments& arguments, RunOptions options) {
-  const bool inference = c10::InferenceMode::is_enabled();
-  const bool requires_grad = !inference && options.requires_grad.value_or(at::GradMode::is_enabled());
+  const bool requires_grad = makes_graph(options);
   options.requires_grad = requires_grad;
   // The engine's tensors are none of inference mode, even if its callers are in it.
   const c10::InferenceMode no_inference(false);

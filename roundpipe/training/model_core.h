@@ -59,8 +59,10 @@ class ModelCore {
   const std::shared_ptr<runtime::Pipeline>& pipeline() const { return pipeline_; }
   StepMemory& memory() { return *memory_; }
 
-  // Runs the microbatches forward and returns their outputs; with `options.requires_grad` or, if that is unset, in grad
-  // mode, they carry a graph whose backward runs on the devices. In inference mode, nothing requires gradients.
+  // Whether outputs of forward() carry a graph, whose backward runs on the devices: with `options.requires_grad` or, if
+  // that is unset, in grad mode; never in inference mode.
+  static bool makes_graph(const RunOptions& options);
+  // Runs the microbatches forward and returns their outputs.
   std::vector<runtime::Values> forward(const CallArguments& arguments, RunOptions options);
 
   // Starts forward, loss and backward. `refuses_nan_early`: a NaN loss is found on the device, before its gradients are

@@ -26,12 +26,6 @@ namespace {
 // Steps that a prediction follows: each step assigns devices again.
 constexpr int kSteps = 3;
 
-int64_t bytes_of(const Values& values) {
-  int64_t bytes = 0;
-  for (const at::Tensor& tensor : values.tensors) bytes += memory::settled_bytes(tensor);
-  return bytes;
-}
-
 // The size of dimension 0, along which a microbatch can be cut.
 int64_t count_rows(const Values& values) {
   int64_t rows = -1;
@@ -50,16 +44,19 @@ std::vector<LayerFootprint> scaled(const std::vector<LayerFootprint>& footprints
 }  // namespace
 
 int64_t StepShape::rows() const { return count_rows(batch); }
-int64_t StepShape::label_bytes() const { return bytes_of(label); }
+int64_t StepShape::label_bytes() const { return memory::settled_bytes(label.tensors); }
 
 StepShape shape_of(const std::vector<Values>& inputs, const std::vector<std::shared_ptr<const void>>& structures,
                    const std::vector<Values>& labels, LossFunction loss, schedule::PlanMode mode,
                    const RunOptions& options, std::vector<std::string> savers) {
   StepShape shape;
   size_t largest = 0;
+  int64_t most_bytes = 0;
   shape.total_rows = 0;
   for (size_t m = 0; m < inputs.size(); ++m) {
-    if (bytes_of(inputs[m]) > bytes_of(inputs[largest])) largest = m;
+    const int64_t bytes = memory::settled_bytes(inputs[m].tensors);
+    if (bytes > most_bytes) largest = m;
+    most_bytes = std::max(most_bytes, bytes);
     shape.total_rows += count_rows(inputs[m]);
   }
   shape.batch = inputs[largest];

@@ -10,7 +10,7 @@ from roundpipe import _core
 from roundpipe.performance.limits import limit_of, shape_limit
 from roundpipe.plan.compare import print_table
 from roundpipe.plan.costs import RATES
-from roundpipe.plan.schedules import Request, placed, steps_to_simulate
+from roundpipe.plan.schedules import Request, percent, placed, steps_to_simulate
 
 _NETWORK, _LATENCY, _UPDATES, _CLIPPING = "network", "network latency", "optimizer", "clipping"
 _LINKS = dict(zip(("links up", "links down", "host memory"), RATES, strict=True))
@@ -138,7 +138,7 @@ def _predicted(setting: _Setting, nodes: int, one_ms: float) -> NodesPrediction:
     return NodesPrediction(
         nodes=nodes,
         step_ms=step_ms,
-        bubble_percent=max(0.0, 100 * links.timeline.steady_bubble),
+        bubble_percent=percent(links.timeline.steady_bubble),
         efficiency_percent=100 * one_ms / step_ms if step_ms > 0 else 100.0,
         network_busy_ms=links.network_busy_ms / len(setting.plans),
         exposed_ms=max(0.0, step_ms - hidden_ms),

@@ -179,6 +179,8 @@ TEST_SUITE("steps by a function") {
     }
     Pair pair;
     pair.layers->parameters()[0].set_requires_grad(false);
+    // A dtype that trains nothing leaves everything as it was.
+    CHECK_THROWS(pair.model->optimizer_parameters(at::kInt));
     CHECK_THROWS_WITH_AS(pair.model->step(std::function<void()>()), doctest::Contains("the function is empty"),
                          std::invalid_argument);
     CHECK(pair.model->optimizer_parameters().size() == pair.layers->parameters().size() - 1);
