@@ -114,23 +114,27 @@ const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::Scal
   }
   synchronize();
   std::vector<at::Tensor> sources, copies;
+  NamedParameters named;
+  std::unordered_set<const c10::TensorImpl*> trained;
   for (const auto& [name, parameter] : named_) {
-    if (!parameter.requires_grad() || trained_.contains(parameter.unsafeGetTensorImpl())) continue;
-    trained_.insert(parameter.unsafeGetTensorImpl());
+    if (!parameter.requires_grad() || !trained.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const c10::ScalarType own = parameter.scalar_type();
     at::Tensor copy = parameter.detach().to(at::kCPU, dtype && parameter.is_floating_point() ? *dtype : own,
                                             /*non_blocking=*/false, /*copy=*/true);
     copy.set_requires_grad(true);
     sources.push_back(parameter);
     copies.push_back(copy);
-    optimizer_parameters_.emplace_back(name, std::move(copy));
+    named.emplace_back(name, std::move(copy));
   }
   if (sources.empty()) {
     throw std::invalid_argument(
         "[optimizer_parameters] the model has no trainable parameter; set requires_grad of what is to be trained");
   }
-  copies_ = std::make_shared<CopySteps>(CopySteps::Pipelines{shared_pipeline()}, std::vector<at::Tensor>());
-  copies_->set_copies(std::move(sources), std::move(copies));
+  auto made = std::make_shared<CopySteps>(CopySteps::Pipelines{shared_pipeline()}, std::vector<at::Tensor>());
+  made->set_copies(std::move(sources), std::move(copies));
+  copies_ = std::move(made);
+  optimizer_parameters_ = std::move(named);
+  trained_ = std::move(trained);
   copies_dtype_ = dtype;
   return optimizer_parameters_;
 }

@@ -72,6 +72,7 @@ class HostWeights {
                                                 std::shared_ptr<cluster::Nodes> nodes);
 
   // -- for checkpoints: what there is, without a look at values --
+  ModelCore& core() const;
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
   const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const;
@@ -82,7 +83,6 @@ class HostWeights {
   const NamedParameters& buffer_names() const;
 
  protected:
-  ModelCore& core() const;
   runtime::Pipeline& pipeline() const;
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;

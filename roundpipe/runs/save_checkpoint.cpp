@@ -11,9 +11,9 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
-#include <roundpipe/memory/host_room.h>
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/save_work.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -31,17 +31,10 @@ void check_files(const SaveOptions& options) {
 }
 
 void check(const SaveOptions& options) {
-  const auto require = [](const char* name, int64_t value, int64_t least) {
-    if (value >= least) return;
-    throw std::invalid_argument(concat("[save_checkpoint] ", name, " is ", value, ", expected at least ", least));
-  };
-  require("step", options.step.value_or(0), 0);
-  require("keep_last", options.keep_last.value_or(1), 1);
-  require("keep_every", options.keep_every, 0);
-  require("snapshot_memory_bytes", options.snapshot_memory_bytes.value_or(0), 0);
-  if (options.keep_every != 0 && !options.keep_last) {
+  check_save(options.step.value_or(0), options.keep_last, options.keep_every);
+  if (options.snapshot_memory_bytes.value_or(0) < 0) {
     throw std::invalid_argument(
-        "[save_checkpoint] keep_every has no effect without keep_last, expected both; give keep_last");
+        concat("[save_checkpoint] snapshot_memory_bytes is ", *options.snapshot_memory_bytes, ", expected at least 0"));
   }
   check_files(options);
 }
@@ -50,18 +43,6 @@ int64_t step_of(const SaveOptions& options) {
   if (options.step) return *options.step;
   throw std::invalid_argument(
       "[save_checkpoint] the step's number is not known without a roundpipe::Optimizer, expected SaveOptions::step");
-}
-
-// Half of the free memory, and at least two blocks with moments in fp32.
-int64_t default_memory(const Model& model) {
-  int64_t largest = 0;
-  for (const runtime::BlockState& block : model.shared_pipeline()->model().blocks) {
-    int64_t bytes = 0;
-    for (const memory::NamedTensor& parameter : block.block->parameters())
-      bytes += static_cast<int64_t>(parameter.tensor.nbytes()) + 12 * parameter.tensor.numel();
-    largest = std::max(largest, bytes);
-  }
-  return std::max(memory::free_host_bytes() / 2, 2 * largest);
 }
 
 std::string text_of(const std::exception_ptr& error) {
@@ -111,7 +92,9 @@ Save save(const std::string& folder, Model& model, const SaveOptions& options, i
   if (!options.wait) settings.text_of = text_of;
   wait_for_save(model);
   const auto memory = std::make_shared<saving::SnapshotMemory>(
-      options.snapshot_memory_bytes ? *options.snapshot_memory_bytes : default_memory(model));
+      options.snapshot_memory_bytes
+          ? *options.snapshot_memory_bytes
+          : default_snapshot_bytes({model.shared_pipeline()}, model.core().memory().budget().host_bytes));
   const auto capture = std::make_shared<Capture>(model, step, options.leaves_out);
   capture->contents()->files = options.files;
   capture->take_values(options.state);

@@ -32,7 +32,8 @@ struct SaveOptions {
   // those whose step is a multiple of `keep_every`.
   std::optional<int64_t> keep_last = std::nullopt;
   int64_t keep_every = 0;
-  // How much the save may hold beside the state. Unset: half of the free memory, and at least two blocks.
+  // How much the save may hold beside the state. Unset: what ModelOptions::host_memory leaves or, without it, half of
+  // the free memory; at least two blocks.
   std::optional<int64_t> snapshot_memory_bytes = std::nullopt;
   // A checkpoint of this step may be there, and is replaced.
   bool overwrite = false;

@@ -5,11 +5,14 @@
 #include <algorithm>
 #include <filesystem>
 #include <sstream>
+#include <stdexcept>
 #include <thread>
 
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
+#include <roundpipe/memory/host_room.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
@@ -37,6 +40,35 @@ std::vector<FileRecord> records_in(const std::string& text) {
 
 }  // namespace
 
+void check_save(int64_t step, std::optional<int64_t> keep_last, int64_t keep_every) {
+  const auto require = [](const char* name, int64_t value, int64_t least) {
+    if (value >= least) return;
+    throw std::invalid_argument(concat("[save_checkpoint] ", name, " is ", value, ", expected at least ", least));
+  };
+  require("step", step, 0);
+  require("keep_last", keep_last.value_or(1), 1);
+  require("keep_every", keep_every, 0);
+  if (keep_every == 0 || keep_last) return;
+  throw std::invalid_argument(
+      "[save_checkpoint] keep_every has no effect without keep_last, expected both; give keep_last");
+}
+
+int64_t default_snapshot_bytes(const std::vector<std::shared_ptr<runtime::Pipeline>>& models,
+                               std::optional<int64_t> host_budget_bytes) {
+  int64_t largest = 0;
+  for (const auto& model : models) {
+    for (const runtime::BlockState& block : model->model().blocks) {
+      int64_t bytes = 0;
+      for (const memory::NamedTensor& parameter : block.block->parameters())
+        bytes += static_cast<int64_t>(parameter.tensor.nbytes()) + 12 * parameter.tensor.numel();
+      largest = std::max(largest, bytes);
+    }
+  }
+  const int64_t left =
+      host_budget_bytes ? *host_budget_bytes - memory::host_arena_stats().asked_bytes : memory::free_host_bytes() / 2;
+  return std::max(left, 2 * largest);
+}
+
 SaveWork::SaveWork(Settings settings, std::shared_ptr<Contents> contents,
                    std::shared_ptr<saving::SnapshotMemory> memory)
     : settings_(std::move(settings)),
@@ -47,13 +79,21 @@ SaveWork::SaveWork(Settings settings, std::shared_ptr<Contents> contents,
 void SaveWork::start(std::function<void()> finish, double began_ms) {
   finish_ = std::move(finish);
   began_ms_ = began_ms;
-  std::thread([work = shared_from_this()]() mutable {
-    const device::EventPtr over = work->over_;
-    work->run_all();
-    // The last one who holds it may be this thread, which must not outlive the interpreter with an error of it.
-    work.reset();
-    over->fire();
-  }).detach();
+  try {
+    std::thread([work = shared_from_this()]() mutable {
+      const device::EventPtr over = work->over_;
+      work->run_all();
+      // The last one who holds it may be this thread, which must not outlive the interpreter with an error of it.
+      work.reset();
+      over->fire();
+    }).detach();
+  } catch (...) {
+    error_ = std::current_exception();
+    settings_.text_of = nullptr;  // the caller is told
+    end();
+    over_->fire();
+    throw;
+  }
 }
 
 SaveReport SaveWork::wait() const {
@@ -82,6 +122,10 @@ void SaveWork::run_all() noexcept {
   } catch (...) {
     error_ = std::current_exception();
   }
+  end();
+}
+
+void SaveWork::end() noexcept {
   if (contents_->snapshot() != nullptr) contents_->snapshot()->cancel();
   files_.clear();
   texts_.clear();

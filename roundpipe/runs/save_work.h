@@ -13,8 +13,17 @@
 #include <roundpipe/device/event.h>
 #include <roundpipe/runs/contents.h>
 #include <roundpipe/runs/run_folders.h>
+#include <roundpipe/runtime/pipeline.h>
 
 namespace roundpipe {
+
+// Throws std::invalid_argument for numbers that no save can have.
+void check_save(int64_t step, std::optional<int64_t> keep_last, int64_t keep_every);
+
+// How much a save of these models holds beside the state if nobody says it: what the host's budget leaves or, without
+// one, half of the free memory; at least two blocks with moments in fp32.
+int64_t default_snapshot_bytes(const std::vector<std::shared_ptr<runtime::Pipeline>>& models,
+                               std::optional<int64_t> host_budget_bytes);
 
 // A checkpoint that is being written, on a thread of its own.
 //
@@ -43,7 +52,8 @@ class SaveWork : public std::enable_shared_from_this<SaveWork> {
   };
 
   SaveWork(Settings settings, std::shared_ptr<Contents> contents, std::shared_ptr<saving::SnapshotMemory> memory);
-  // `finish` completes the contents, on the save's thread. `began_ms`: when the caller was called.
+  // `finish` completes the contents, on the save's thread. `began_ms`: when the caller was called. If there can be no
+  // thread, throws, and the save is over.
   void start(std::function<void()> finish, double began_ms);
 
   int64_t step() const { return settings_.step; }
@@ -63,6 +73,7 @@ class SaveWork : public std::enable_shared_from_this<SaveWork> {
 
  private:
   void run_all() noexcept;
+  void end() noexcept;
   void write();
   std::string prepare();
   std::string begin(int64_t total_bytes);

@@ -13,7 +13,6 @@ import torch
 
 from roundpipe import _core
 from roundpipe.memory.budget import budget_of
-from roundpipe.memory.host import free_host_bytes, host_arena
 from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving import capture as captured
 from roundpipe.saving.capture import Capture
@@ -208,13 +207,10 @@ def save_checkpoint(
 
 
 def _check(step: int, keep_last: int | None, keep_every: int, scaler: Any) -> None:
-    for name, value, least in (("step", step, 0), ("keep_last", keep_last, 1), ("keep_every", keep_every, 0)):
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"[save_checkpoint] {name} is {value!r}, expected an integer of at least {least}")
-    if keep_every and keep_last is None:
-        raise ValueError("[save_checkpoint] keep_every has no effect without keep_last, expected both; give keep_last")
+    for name, value in (("step", step), ("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise ValueError(f"[save_checkpoint] {name} is {value!r}, expected an integer")
+    _core.check_save(step, keep_last, keep_every)
     if scaler is not None and not isinstance(scaler, GradScaler):
         raise ValueError(f"[save_checkpoint] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
 
@@ -226,9 +222,5 @@ def _finish_earlier(group: Any) -> None:
 
 
 def _default_memory(model: ModelFacade) -> int:
-    """What the host's budget leaves, or half of the free memory; at least two blocks with moments in fp32."""
-    blocks = [block for pipeline in model._step_group.models.all_pipelines() for block in pipeline.block_parameters()]
-    largest = max((sum(p.nbytes + 12 * p.numel() for p in block) for block in blocks), default=0)
     budget = object.__getattribute__(model, "__dict__").get("_host_budget")
-    left = free_host_bytes() // 2 if budget is None else budget - host_arena().asked_bytes
-    return max(left, 2 * largest)
+    return _core.default_snapshot_bytes(model._step_group.models.all_pipelines(), budget)

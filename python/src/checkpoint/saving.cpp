@@ -163,6 +163,8 @@ void bind_saving(py::module_& module) {
   module.def(
       "run_folder", [](const std::string& folder) { return run_folder(folder, tell); }, py::arg("folder"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("check_save", &check_save, py::arg("step"), py::arg("keep_last"), py::arg("keep_every"));
+  module.def("default_snapshot_bytes", &default_snapshot_bytes, py::arg("models"), py::arg("host_budget_bytes"));
   module.def("real_path", &real_path, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
   module.def("wait_for_saves", &wait_for_saves, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
 }

@@ -350,6 +350,9 @@ TEST_SUITE("checkpoint") {
             save_checkpoint(folder.path(), training.model, training.optimizer, {.keep_every = 5});
           }).find("keep_last") != std::string::npos);
     CHECK(thrown<Mistake>([&] {
+            save_checkpoint(folder.path(), training.model, training.optimizer, {.snapshot_memory_bytes = -1});
+          }).find("snapshot_memory_bytes is -1, expected at least 0") != std::string::npos);
+    CHECK(thrown<Mistake>([&] {
             save_checkpoint(folder.path(), training.model, SaveOptions{.step = 9});
           }).find("third argument") != std::string::npos);
 

@@ -11,8 +11,11 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/memory/host_arena.h>
+#include <roundpipe/roundpipe.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/stored_checkpoint.h>
+#include <torch/nn/modules/linear.h>
 
 using namespace roundpipe;
 using nlohmann::ordered_json;
@@ -189,5 +192,17 @@ TEST_SUITE("save work") {
     CHECK(told == "[x] it broke\n[save_checkpoint] step 4 was not saved; training goes on");
     CHECK_THROWS_AS(work->wait(), std::invalid_argument);
     CHECK_FALSE(latest(folder.path));
+  }
+
+  TEST_CASE("a save may hold what the host's budget leaves, and at least two blocks") {
+    set_devices("virtual:1");
+    const Model model(torch::nn::Sequential(torch::nn::Linear(5, 9), torch::nn::Linear(9, 3)));
+    const int64_t asked_bytes = memory::host_arena_stats().asked_bytes;
+    const auto held = [&](std::optional<int64_t> budget) {
+      return default_snapshot_bytes({model.shared_pipeline()}, budget);
+    };
+    CHECK(held(asked_bytes + 100'000) == 100'000);
+    CHECK(held(asked_bytes) == 2 * (9 * 5 + 9) * 16);
+    CHECK(held(std::nullopt) >= held(asked_bytes));
   }
 }

@@ -41,7 +41,6 @@ PHRASES = {
         ("roundpipe/runs/save_checkpoint.cpp", CAPTURE),
         ("roundpipe/runs/load_checkpoint.cpp", CAPTURE),
         ("roundpipe/api/host_weights.cpp", CAPTURE),
-        ("roundpipe/runs/save_checkpoint.cpp", "python/roundpipe/saving/save.py"),
         ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/saving/load.py"),
         ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/saving/prepared.py"),
         ("roundpipe/core/loss_chunks.cpp", "python/roundpipe/saving/load.py"),
