@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
@@ -20,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import roundpipe
+from interrupted_output import InterruptedAt
 from roundpipe.data.samples import IGNORED
 from roundpipe.demo import corpus as corpus_module
 from roundpipe.demo import proof, session
@@ -421,19 +421,6 @@ def test_a_bit_that_differs_ends_with_one(
     assert "EXACT   no: on 1 device, 1 of " in printed.out
     assert "FITS    not shown, as these devices have no limit of their own" in printed.out
     assert "[demo] three steps on 1 device do not have the bits of the loop written by hand" in printed.err
-
-
-class InterruptedAt(io.StringIO):
-    """An output that is like Ctrl+C when a text comes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def write(self, text: str) -> int:
-        if self._text in text:
-            signal.raise_signal(signal.SIGINT)
-        return super().write(text)
 
 
 @pytest.mark.long

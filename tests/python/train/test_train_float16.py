@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import shutil
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +17,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import roundpipe
+from interrupted_output import InterruptedAt
 from roundpipe import _core
 from roundpipe.call.loss_function import ScaledOutputs
 from roundpipe.data.balance import balanced_config
@@ -182,19 +181,6 @@ def test_scaled_losses_of_the_model_have_plain_torchs_gradients(native: bool, ro
     for (name, one), (_, other) in zip(ours.named_parameters(), plain.named_parameters(), strict=True):
         assert one.grad is not None and other.grad is not None
         assert torch.equal(one.grad, other.grad), name
-
-
-class InterruptedAt(io.StringIO):
-    """An output that is like Ctrl+C when a text comes."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self._text = text
-
-    def write(self, text: str) -> int:
-        if self._text in text:
-            signal.raise_signal(signal.SIGINT)
-        return super().write(text)
 
 
 @pytest.mark.parametrize("stopped", [1, 4])

@@ -19,6 +19,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import roundpipe
+from interrupted_output import InterruptedAt
 from roundpipe import _core
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import written_config
@@ -70,19 +71,6 @@ KEPT = ("step", "loss", "grad_norm", "learning_rate", "tokens", "evaluation_loss
 
 def held_out(lines: list[dict[str, Any]]) -> list[float]:
     return [line["evaluation_loss"] for line in lines if "evaluation_loss" in line]
-
-
-class InterruptedAt(io.StringIO):
-    """An output that is like Ctrl+C when a text comes."""
-
-    def __init__(self, text: str, number: int = signal.SIGINT) -> None:
-        super().__init__()
-        self._text, self._number = text, number
-
-    def write(self, text: str) -> int:
-        if self._text in text:
-            signal.raise_signal(self._number)
-        return super().write(text)
 
 
 @pytest.mark.parametrize("kind", ["full", "lora", pytest.param("dora", marks=pytest.mark.long)])
