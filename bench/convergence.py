@@ -18,7 +18,7 @@ from support.report import Report, parser
 
 import roundpipe
 from roundpipe.demo.preset import FULL_STEPS, VIRTUAL_DEVICES
-from roundpipe.step.binding import Moments
+from roundpipe.step.fused_optimizer import Moments
 
 RATE = 1.2e-4  # a rate that synchronous steps still tolerate costs asynchronous ones a tenth of their loss
 SYNCHRONOUS_SHARE = 0.4  # of the steps, at the start: a staleness of one costs most there

@@ -16,7 +16,7 @@ from roundpipe.demo.corpus import load_corpus
 from roundpipe.demo.preset import LENGTH, TEXT_BYTES
 from roundpipe.demo.untrained import build_llama, train_tokenizer
 from roundpipe.huggingface.evaluation import held_out_loss
-from roundpipe.step.binding import Moments
+from roundpipe.step.fused_optimizer import Moments
 
 ROWS = 10
 # Factors of the learning rate of the embedding and the head: each of their rows sees few of the tokens. The demo's

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from roundpipe.runs.stop_signal import StopSignal
     from roundpipe.saving.load import Loaded, latest, load_checkpoint
     from roundpipe.saving.save import Save, SaveReport, save_checkpoint
-    from roundpipe.step.binding import Step
+    from roundpipe.step.fused_optimizer import Step
     from roundpipe.step.optimizer_context import OptimizerCtx
     from roundpipe.step.scaler import GradScaler
 
@@ -51,7 +51,7 @@ _PUBLIC = {
     "RunJournal": "runs.journal",
     "Save": "saving.save",
     "SaveReport": "saving.save",
-    "Step": "step.binding",
+    "Step": "step.fused_optimizer",
     "StopSignal": "runs.stop_signal",
     "devices": "device.pool",
     "doing_recompute": "layers.recompute",

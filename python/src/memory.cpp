@@ -125,7 +125,6 @@ void bind_memory_simulator(py::module_& module) {
       .def_readonly("algorithm", &OptimizerMemory::algorithm)
       .def_readonly("options", &OptimizerMemory::options)
       .def_readonly("moments", &OptimizerMemory::moments);
-  module.def("largest_optimizer", &largest_optimizer, py::arg("algorithm"), py::arg("groups"), py::arg("moments"));
   ValueClass<HostPrediction>(module, "HostPrediction")
       .attribute("weights", [](const HostPrediction& host) { return host.weights; })
       .attribute("gradients", [](const HostPrediction& host) { return host.gradients; })
@@ -150,13 +149,10 @@ void bind_memory_simulator(py::module_& module) {
   module.def(
       "predict_host",
       [](const std::vector<std::vector<at::Tensor>>& blocks, const OptimizerMemory& optimizer, bool trains,
-         int64_t wider_gradients, int64_t partial_sums) {
-        HostPrediction host{host_memory_of(blocks, optimizer, trains), 0, partial_sums, 0};
-        host.gradients += wider_gradients;
-        return host;
+         int64_t partial_sums) {
+        return HostPrediction{host_memory_of(blocks, optimizer, trains), 0, partial_sums, 0};
       },
-      py::arg("blocks"), py::arg("optimizer"), py::arg("trains") = true, py::arg("wider_gradients") = 0,
-      py::arg("partial_sums") = 0);
+      py::arg("blocks"), py::arg("optimizer"), py::arg("trains"), py::arg("partial_sums"));
   module.def(
       "require_host",
       [](const std::string& where, const std::string& name, int64_t budget_bytes,

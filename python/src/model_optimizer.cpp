@@ -1,5 +1,6 @@
-#include <roundpipe/layers/host_parameters.h>
-#include <roundpipe/runtime/model_optimizer.h>
+#include <unordered_map>
+
+#include <roundpipe/training/fused_steps.h>
 
 #include "bindings.h"
 
@@ -43,52 +44,66 @@ void bind_model_optimizer(py::module_& module) {
       .def_property_readonly("size", &cluster::Nodes::size)
       .def_static("drain_all", &cluster::Channel::drain_all, py::call_guard<py::gil_scoped_release>());
 
+  py::class_<FusedRule>(module, "FusedRule")
+      .def(py::init([](optim::Algorithm algorithm, std::vector<optim::Hyperparameters> groups,
+                       optim::MomentFormat moments, bool gradients_in_fp32) {
+             return FusedRule{algorithm, std::move(groups), moments, gradients_in_fp32};
+           }),
+           py::arg("algorithm"), py::arg("groups"), py::arg("moments"), py::arg("gradients_in_fp32"));
   ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
       .attribute("parameters", &ModelOptimizer::HostBytes::parameters)
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
       .attribute("masters", &ModelOptimizer::HostBytes::remainders)
       .attribute("moments", &ModelOptimizer::HostBytes::moments);
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "ModelOptimizer")
-      .def(py::init<std::vector<std::shared_ptr<runtime::Pipeline>>, const std::vector<std::vector<std::vector<int>>>&,
-                    optim::Algorithm, optim::MomentFormat, std::shared_ptr<cluster::Nodes>>(),
-           py::arg("pipelines"), py::arg("groups"), py::arg("algorithm"), py::arg("format"), py::arg("nodes") = nullptr)
-      .def(
-          "step",
-          [](ModelOptimizer& optimizer, std::vector<optim::Hyperparameters> groups, const StepOptions& options,
-             double loss_scale) { return optimizer.step(std::move(groups), options, loss_scale); },
-          py::arg("groups"), py::arg("options"), py::arg("loss_scale"), py::call_guard<py::gil_scoped_release>())
-      .def("make_room", &ModelOptimizer::make_room, py::call_guard<py::gil_scoped_release>())
-      .def("finish", &ModelOptimizer::finish, py::call_guard<py::gil_scoped_release>())
       .def("accept_weights", &ModelOptimizer::accept_weights)
       .def(
-          "state",
-          [](ModelOptimizer& optimizer, size_t block, size_t parameter) -> optim::ParameterState& {
-            return optimizer.block(block).state(parameter);
+          "place",
+          [](const ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            return std::pair(place.block, place.parameter);
           },
-          py::arg("block"), py::arg("parameter"), py::return_value_policy::reference_internal)
+          py::arg("parameter"))
       .def(
-          "remainder",
-          [](ModelOptimizer& optimizer, size_t block, size_t parameter) -> std::optional<at::Tensor> {
-            const at::Tensor& remainder = optimizer.block(block).remainder(parameter);
-            return remainder.defined() ? std::optional(remainder) : std::nullopt;
+          "trains",
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            return optimizer.block(place.block).group(place.parameter) >= 0;
           },
-          py::arg("block"), py::arg("parameter"))
+          py::arg("parameter"))
+      .def(
+          "trains_beside",
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            return optimizer.block(optimizer.place(parameter).block).trains_any();
+          },
+          py::arg("parameter"))
+      .def(
+          "state",
+          [](const py::object& self, const at::Tensor& parameter) {
+            auto& optimizer = self.cast<ModelOptimizer&>();
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            optim::BlockOptimizer& block = optimizer.block(place.block);
+            const at::Tensor& remainder = block.remainder(place.parameter);
+            return py::make_tuple(
+                py::cast(block.state(place.parameter), py::return_value_policy::reference_internal, self),
+                remainder.defined() ? std::optional(remainder) : std::nullopt);
+          },
+          py::arg("parameter"))
       .def(
           "shard",
-          [](ModelOptimizer& optimizer, size_t block) {
-            std::vector<std::pair<int64_t, int64_t>> ranges;
-            const optim::BlockOptimizer& state = optimizer.block(block);
-            for (size_t i = 0; i < state.parameters(); ++i)
-              ranges.emplace_back(state.shard(i).first, state.shard(i).last);
-            return ranges;
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            const optim::ElementRange& shard = optimizer.block(place.block).shard(place.parameter);
+            return std::pair(shard.first, shard.last);
           },
-          py::arg("block"))
+          py::arg("parameter"))
       .def(
           "restart_master",
-          [](ModelOptimizer& optimizer, size_t block, size_t parameter, const at::Tensor& weights) {
-            optimizer.block(block).restart_master(parameter, weights.detach());
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            optimizer.block(place.block).restart_master(place.parameter, parameter.detach());
           },
-          py::arg("block"), py::arg("parameter"), py::arg("weights"), py::call_guard<py::gil_scoped_release>())
+          py::arg("parameter"), py::call_guard<py::gil_scoped_release>())
       .def(
           "host_bytes",
           [](const ModelOptimizer& optimizer, const std::vector<optim::Hyperparameters>& groups) {
@@ -96,16 +111,49 @@ void bind_model_optimizer(py::module_& module) {
           },
           py::arg("groups"));
 
-  module.def(
-      "host_parameters",
-      [](const std::string& name, const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
-        std::vector<memory::NamedTensor> parameters;
-        for (size_t i = 0; i < names.size(); ++i) parameters.push_back({names[i], tensors[i]});
-        std::vector<std::unique_ptr<runtime::Layer>> layers;
-        layers.push_back(layers::make_host_parameters(name, std::move(parameters)));
-        return std::make_shared<runtime::Pipeline>(name, std::move(layers), /*pinned=*/false);
-      },
-      py::arg("name"), py::arg("names"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>());
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<FusedSteps, std::shared_ptr<FusedSteps>>(module, "FusedSteps")
+      .def(py::init([](FusedSteps::Models models, const TrainedParameters::Named& host_parameters) {
+             FusedSteps::HostParameters parameters;
+             for (const auto& [name, tensor] : host_parameters) parameters.push_back({name, tensor});
+             return std::make_shared<FusedSteps>(std::move(models), std::move(parameters));
+           }),
+           py::arg("models"), py::arg("host_parameters"))
+      .def(
+          "require_room",
+          [](const FusedSteps& steps, const std::string& name, const FusedRule& rule, int nodes) {
+            steps.require_room("optim", name, rule, nodes);
+          },
+          py::arg("name"), py::arg("rule"), py::arg("nodes"), unlocked)
+      .def("prepare_bind", &FusedSteps::prepare_bind, unlocked)
+      .def(
+          "bind",
+          [](FusedSteps& steps, const FusedRule& rule, TrainedParameters::Named named,
+             const std::vector<std::vector<at::Tensor>>& groups, std::shared_ptr<cluster::Nodes> nodes) {
+            std::unordered_map<const c10::TensorImpl*, int> group_of;
+            for (size_t i = 0; i < groups.size(); ++i) {
+              for (const at::Tensor& parameter : groups[i])
+                group_of[parameter.unsafeGetTensorImpl()] = static_cast<int>(i);
+            }
+            const auto group = [&](const at::Tensor& parameter) {
+              const auto found = group_of.find(parameter.unsafeGetTensorImpl());
+              return found == group_of.end() ? -1 : found->second;
+            };
+            steps.bind(rule, std::move(named), group, std::move(nodes));
+            return steps.optimizer();
+          },
+          py::arg("rule"), py::arg("named"), py::arg("groups"), py::arg("nodes") = nullptr, unlocked)
+      .def_property_readonly("pipelines", &FusedSteps::pipelines)
+      .def_property_readonly("host_pipeline", &FusedSteps::host_pipeline)
+      .def("late_parameter", &FusedSteps::late_parameter)
+      .def("prepare_step", &FusedSteps::prepare_step, py::arg("asynchronous"), unlocked)
+      .def("start_step", &FusedSteps::start_step, py::arg("groups"), py::arg("options"), py::arg("loss_scale"),
+           unlocked)
+      .def("synchronize", &FusedSteps::synchronize, unlocked)
+      .def("show_weights", &FusedSteps::show_weights, unlocked)
+      .def_property_readonly("hides_weights", &FusedSteps::hides_weights)
+      .def("show_host_weights", &FusedSteps::show_host_weights, unlocked)
+      .def("drop_gradients", &FusedSteps::drop_gradients, unlocked);
 }
 
 }  // namespace roundpipe::python

@@ -204,9 +204,6 @@ void bind_pipeline(py::module_& module) {
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
       .def(
-          "drop_gradients", [](Pipeline& pipeline) { pipeline.gradients().drop(); },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
           "weights_read_by_calls", [](Pipeline& pipeline) { return pipeline.weights().read_by_calls(); },
           py::call_guard<py::gil_scoped_release>())
       .def("wait_buffers", &Pipeline::wait_buffers, py::call_guard<py::gil_scoped_release>())
@@ -231,14 +228,6 @@ void bind_pipeline(py::module_& module) {
             pipeline.gradients().load(sums);
           },
           py::arg("gradients"), py::call_guard<py::gil_scoped_release>())
-      .def("keep_gradients_in_fp32", &Pipeline::keep_gradients_in_fp32, py::call_guard<py::gil_scoped_release>())
-      .def(
-          "show_weights", [](Pipeline& pipeline) { pipeline.weights().show(); },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "show_newest_weights", [](Pipeline& pipeline) { return pipeline.weights().show_newest(); },
-          py::call_guard<py::gil_scoped_release>())
-      .def("expose", &Pipeline::expose, py::call_guard<py::gil_scoped_release>())
       .def(
           "show_gradients", [](Pipeline& pipeline) { pipeline.gradients().show(); },
           py::call_guard<py::gil_scoped_release>())
@@ -287,9 +276,7 @@ void bind_pipeline(py::module_& module) {
       .def("last_step_plan", &Pipeline::last_step_plan)
       .def("last_step_groups", &Pipeline::last_step_groups)
       .def("layer_bytes", [](const Pipeline& pipeline) { return runtime::layer_sizes(pipeline.model()); })
-      .def_property(
-          "asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); },
-          [](Pipeline& pipeline, bool asynchronous) { pipeline.planner().set_asynchronous(asynchronous); })
+      .def_property_readonly("asynchronous", [](const Pipeline& pipeline) { return pipeline.planner().asynchronous(); })
       .def("block_parameters",
            [](const Pipeline& pipeline) {
              std::vector<std::vector<at::Tensor>> blocks;

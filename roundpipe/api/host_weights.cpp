@@ -2,16 +2,17 @@
 
 #include <stdexcept>
 #include <unordered_map>
+#include <unordered_set>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/copy_steps.h>
+#include <roundpipe/training/fused_steps.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
-using runtime::BlockState;
 using runtime::ModelOptimizer;
 
 HostWeights::HostWeights(std::shared_ptr<ModelCore> core, NamedParameters named, NamedParameters buffers)
@@ -28,8 +29,7 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   core_ = std::move(other.core_);
   named_ = std::move(other.named_);
   buffers_ = std::move(other.buffers_);
-  optimizer_ = std::move(other.optimizer_);
-  trained_ = std::move(other.trained_);
+  fused_ = std::move(other.fused_);
   copies_ = std::move(other.copies_);
   optimizer_parameters_ = std::move(other.optimizer_parameters_);
   copies_dtype_ = other.copies_dtype_;
@@ -56,9 +56,9 @@ const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const {
 
 runtime::Pipeline& HostWeights::pipeline() const { return *shared_pipeline(); }
 
-const std::shared_ptr<ModelOptimizer>& HostWeights::fused_optimizer() const {
+std::shared_ptr<ModelOptimizer> HostWeights::fused_optimizer() const {
   shared_pipeline();
-  return optimizer_;
+  return fused_ ? fused_->optimizer() : nullptr;
 }
 
 const NamedParameters& HostWeights::parameter_names() const {
@@ -72,12 +72,16 @@ const NamedParameters& HostWeights::buffer_names() const {
 }
 
 void HostWeights::synchronize() {
-  if (copies_) copies_->synchronize();
-  pipeline().drain();
-  if (optimizer_) optimizer_->finish();
+  if (copies_) {
+    copies_->synchronize();
+  } else if (fused_) {
+    fused_->synchronize();
+  } else {
+    pipeline().drain();
+    pipeline().expose();
+  }
   is_behind_ = false;
   pipeline().wait_buffers();
-  pipeline().expose();
   const auto& scales = pipeline().model().loss_scales;
   for (const auto& scale : scales->all()) scale->settle(scales);
 }
@@ -85,6 +89,8 @@ void HostWeights::synchronize() {
 const NamedParameters& HostWeights::named_parameters() {
   if (copies_)
     copies_->show_weights();
+  else if (fused_)
+    fused_->show_weights();
   else
     pipeline().weights().show_newest();
   return named_;
@@ -107,7 +113,7 @@ const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::Scal
     }
     return optimizer_parameters_;
   }
-  if (optimizer_) {
+  if (fused_) {
     throw std::invalid_argument(
         "[optimizer_parameters] an Optimizer was made for this model and updates it in place, expected a model that is "
         "stepped in one way only; use model.step(optimizer), or make the model again");
@@ -115,9 +121,9 @@ const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::Scal
   synchronize();
   std::vector<at::Tensor> sources, copies;
   NamedParameters named;
-  std::unordered_set<const c10::TensorImpl*> trained;
+  std::unordered_set<const c10::TensorImpl*> copied;
   for (const auto& [name, parameter] : named_) {
-    if (!parameter.requires_grad() || !trained.insert(parameter.unsafeGetTensorImpl()).second) continue;
+    if (!parameter.requires_grad() || !copied.insert(parameter.unsafeGetTensorImpl()).second) continue;
     const c10::ScalarType own = parameter.scalar_type();
     at::Tensor copy = parameter.detach().to(at::kCPU, dtype && parameter.is_floating_point() ? *dtype : own,
                                             /*non_blocking=*/false, /*copy=*/true);
@@ -131,10 +137,9 @@ const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::Scal
         "[optimizer_parameters] the model has no trainable parameter; set requires_grad of what is to be trained");
   }
   auto made = std::make_shared<CopySteps>(CopySteps::Pipelines{shared_pipeline()}, std::vector<at::Tensor>());
-  made->set_copies(std::move(sources), std::move(copies));
+  made->set_copies(named_, std::move(sources), std::move(copies));
   copies_ = std::move(made);
   optimizer_parameters_ = std::move(named);
-  trained_ = std::move(trained);
   copies_dtype_ = dtype;
   return optimizer_parameters_;
 }
@@ -161,11 +166,8 @@ void HostWeights::require_no_functions(const char* where) const {
 }
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                  optim::Algorithm algorithm,
-                                                  const std::vector<optim::Hyperparameters>& hyper,
-                                                  optim::MomentFormat moments, bool gradients_in_fp32,
-                                                  std::shared_ptr<cluster::Nodes> nodes) {
-  const std::shared_ptr<runtime::Pipeline>& bound = shared_pipeline();
+                                                  const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes) {
+  pipeline();
   std::unordered_map<const c10::TensorImpl*, int> groups;
   for (const auto& [name, parameter] : named_) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
@@ -181,57 +183,40 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
         "call model.step with a function, or make the model again");
   }
   accepted();
-  OptimizerMemory memory = largest_optimizer(algorithm, hyper, moments);
-  if (nodes) memory.nodes = static_cast<int>(nodes->size());
-  core().memory().require_host("optimizer", memory, gradients_in_fp32);
-  synchronize();
-  std::vector<std::vector<int>> blocks;
-  for (const BlockState& block : bound->model().blocks) {
-    blocks.emplace_back();
-    for (const memory::NamedTensor& parameter : block.block->parameters()) {
-      const auto found = groups.find(parameter.tensor.unsafeGetTensorImpl());
-      blocks.back().push_back(found == groups.end() ? -1 : found->second);
-    }
-  }
-  if (gradients_in_fp32) bound->keep_gradients_in_fp32();
-  auto made = std::make_shared<ModelOptimizer>(std::vector{bound}, std::vector<std::vector<std::vector<int>>>{blocks},
-                                               algorithm, moments, std::move(nodes));
-  made->set_groups(hyper);
-  core().memory().count(memory);
-  bound->gradients().set_shows_at_once(false);
-  trained_.clear();
-  for (const auto& [key, group] : groups) trained_.insert(key);
-  optimizer_ = made;
-  return made;
+  auto steps = fused_ ? fused_ : std::make_shared<FusedSteps>(FusedSteps::Models{core_}, FusedSteps::HostParameters());
+  steps->require_room("optimizer", pipeline().model().name, rule, nodes ? static_cast<int>(nodes->size()) : 1);
+  steps->prepare_bind();
+  const auto group = [&](const at::Tensor& parameter) {
+    const auto found = groups.find(parameter.unsafeGetTensorImpl());
+    return found == groups.end() ? -1 : found->second;
+  };
+  steps->bind(rule, named_, group, std::move(nodes));
+  fused_ = std::move(steps);
+  return fused_->optimizer();
 }
 
 void HostWeights::check_trainable() const {
-  if (!optimizer_ && !copies_) return;
-  for (const auto& [name, parameter] : named_) {
-    if (!parameter.requires_grad() || trained_.contains(parameter.unsafeGetTensorImpl())) continue;
-    throw std::invalid_argument(concat("[model] parameter '", name,
-                                       "' was frozen when the optimizer was made and requires grad now, so nothing "
-                                       "would update it; set requires_grad first, then make the optimizer"));
-  }
+  const std::optional<std::string> late =
+      fused_ ? fused_->late_parameter() : (copies_ ? copies_->late_parameter() : std::nullopt);
+  if (!late) return;
+  throw std::invalid_argument(concat("[model] parameter '", *late,
+                                     "' was frozen when the optimizer was made and requires grad now, so nothing would "
+                                     "update it; set requires_grad first, then make the optimizer"));
 }
 
-void HostWeights::prepare_step(ModelOptimizer& optimizer, bool asynchronous) {
-  runtime::Pipeline& stepped = pipeline();
-  if (optimizer_.get() != &optimizer) {
+void HostWeights::prepare_step(const ModelOptimizer& optimizer, bool asynchronous) {
+  if (fused_optimizer().get() != &optimizer) {
     throw std::invalid_argument(
         "[step] the optimizer was not made for this model, or another one was made since; make one with "
         "Optimizer(model, ...)");
   }
   check_trainable();
-  stepped.planner().set_asynchronous(asynchronous);
-  // With several nodes, the step tells them first.
-  if (!optimizer.nodes()) stepped.raise_pending();
-  optimizer.make_room();
+  fused_->prepare_step(asynchronous);
 }
 
 std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
                                                           const StepOptions& options, double loss_scale) {
-  std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options, loss_scale);
+  std::shared_ptr<runtime::StepRun> run = fused_->start_step(std::move(groups), options, loss_scale);
   is_behind_ = true;
   return run;
 }
@@ -242,7 +227,7 @@ void HostWeights::require_plain(const char* where) const {
                                        "] the model's optimizer_parameters() are in use, expected steps by a function: "
                                        "model.step([&] { optimizer.step(); optimizer.zero_grad(); })"));
   }
-  if (!optimizer_) return;
+  if (!fused_) return;
   throw std::invalid_argument(concat("[", where,
                                      "] an Optimizer was made for this model and updates it in place, "
                                      "expected steps by it: model.step(optimizer)"));

@@ -4,7 +4,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -26,7 +25,9 @@ class StepRun;
 namespace roundpipe {
 
 class CopySteps;
+class FusedSteps;
 class ModelCore;
+struct FusedRule;
 
 // A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
 // one, code that changes the parameters themselves, such as torch::optim. The base of Model.
@@ -63,19 +64,15 @@ class HostWeights {
   // The group of each trainable parameter, by its name; called once for each.
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
   // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
-  // every parameter has its group, and may throw to leave everything as it was. `hyper`: of each group. Waits for all
-  // work.
+  // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
   std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                optim::Algorithm algorithm,
-                                                const std::vector<optim::Hyperparameters>& hyper,
-                                                optim::MomentFormat moments, bool gradients_in_fp32,
-                                                std::shared_ptr<cluster::Nodes> nodes);
+                                                const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes);
 
   // -- for checkpoints: what there is, without a look at values --
   ModelCore& core() const;
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
-  const std::shared_ptr<runtime::ModelOptimizer>& fused_optimizer() const;
+  std::shared_ptr<runtime::ModelOptimizer> fused_optimizer() const;
   // Throws std::invalid_argument in the name of `where` if functions step the model: their optimizer's parameters are
   // in no checkpoint of a program in C++.
   void require_no_functions(const char* where) const;
@@ -88,7 +85,7 @@ class HostWeights {
   void check_trainable() const;
   // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
   // another one updates the model.
-  void prepare_step(runtime::ModelOptimizer& optimizer, bool asynchronous);
+  void prepare_step(const runtime::ModelOptimizer& optimizer, bool asynchronous);
   // Starts it. REQUIRES: prepare_step.
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                                double loss_scale);
@@ -105,10 +102,9 @@ class HostWeights {
   std::shared_ptr<ModelCore> core_;  // null: moved from
   NamedParameters named_;
   NamedParameters buffers_;
-  std::shared_ptr<runtime::ModelOptimizer> optimizer_;  // null: none was made
-  std::unordered_set<const c10::TensorImpl*> trained_;  // by it
-  std::shared_ptr<CopySteps> copies_;                   // null: none were made
-  NamedParameters optimizer_parameters_;                // those
+  std::shared_ptr<FusedSteps> fused_;     // null: no fused optimizer was made
+  std::shared_ptr<CopySteps> copies_;     // null: none were made
+  NamedParameters optimizer_parameters_;  // those
   std::optional<c10::ScalarType> copies_dtype_;
   bool is_behind_ = false;  // a step has begun, so parameters may not show the newest values
 };

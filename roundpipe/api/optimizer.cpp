@@ -8,6 +8,7 @@
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/runtime/model_optimizer.h>
+#include <roundpipe/training/fused_steps.h>
 
 namespace roundpipe {
 
@@ -95,8 +96,8 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
                                          "does not hold, expected at least one; see Model::named_parameters"));
     }
   };
-  core_ =
-      model.bind(group_of, accepted, rule.algorithm, options_, format.moments, format.gradients_in_fp32, format.nodes);
+  core_ = model.bind(group_of, accepted, {rule.algorithm, options_, format.moments, format.gradients_in_fp32},
+                     format.nodes);
 }
 
 Optimizer& Optimizer::operator=(Optimizer&& other) noexcept { return move_into(*this, std::move(other)); }

@@ -96,6 +96,9 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
     const std::shared_ptr<ModelState> model = pipelines_[p]->shared_model();
     for (size_t b = 0; b < groups[p].size(); ++b) {
       model->blocks[b].block->own_trainable();
+      const auto& parameters = model->blocks[b].block->parameters();
+      for (size_t i = 0; i < parameters.size(); ++i)
+        places_[parameters[i].tensor.unsafeGetTensorImpl()] = {blocks_->size(), i};
       blocks_->push_back(
           std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format, nodes_.get()));
     }

@@ -3,6 +3,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -49,6 +50,13 @@ class ModelOptimizer {
   // Null: there is one node.
   const std::shared_ptr<cluster::Nodes>& nodes() const { return nodes_; }
 
+  // Where a parameter is: its block, counted over all pipelines, and its index there. Throws std::out_of_range for one
+  // that no pipeline has.
+  struct Place {
+    size_t block = 0;
+    size_t parameter = 0;
+  };
+  Place place(const at::Tensor& parameter) const { return places_.at(parameter.unsafeGetTensorImpl()); }
   // Block `index`, counted over all pipelines. REQUIRES: no step is in progress.
   optim::BlockOptimizer& block(size_t index) { return blocks_->at(index)->optimizer; }
   // Treats the current weights as those of the masters, not as written by the user: for example, both have been loaded.
@@ -116,6 +124,7 @@ class ModelOptimizer {
   const std::vector<std::shared_ptr<Pipeline>> pipelines_;
   const std::shared_ptr<cluster::Nodes> nodes_;
   const std::shared_ptr<Blocks> blocks_;
+  std::unordered_map<const c10::TensorImpl*, Place> places_;
   uint64_t turn_ = 0;  // steps begun
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first

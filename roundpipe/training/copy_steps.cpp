@@ -25,7 +25,8 @@ uint32_t version_of(const at::Tensor& tensor) { return tensor.is_inference() ? 0
 CopySteps::CopySteps(Pipelines models, std::vector<at::Tensor> host_parameters)
     : models_(std::move(models)), host_parameters_(std::move(host_parameters)) {}
 
-void CopySteps::set_copies(std::vector<at::Tensor> sources, std::vector<at::Tensor> copies) {
+void CopySteps::set_copies(TrainedParameters::Named named, std::vector<at::Tensor> sources,
+                           std::vector<at::Tensor> copies) {
   std::unordered_map<const c10::TensorImpl*, size_t> places;
   for (size_t i = 0; i < sources.size(); ++i) places[sources[i].unsafeGetTensorImpl()] = i;
   const auto place = [&](const at::Tensor& tensor) {
@@ -54,7 +55,7 @@ void CopySteps::set_copies(std::vector<at::Tensor> sources, std::vector<at::Tens
   copies_ = std::move(copies);
   seen_ = look();
   seen_copies_ = copy_versions();
-  has_copies_ = true;
+  trained_ = TrainedParameters(std::move(named));
 }
 
 std::vector<uint32_t> CopySteps::copy_versions() const {
@@ -101,7 +102,7 @@ void CopySteps::take_writes() {
   }
 }
 
-bool CopySteps::copies_written() const { return has_copies_ && !pending_ && copy_versions() != seen_copies_; }
+bool CopySteps::copies_written() const { return has_copies() && !pending_ && copy_versions() != seen_copies_; }
 
 void CopySteps::publish_written_copies() {
   if (!pending_) FunctionThread::instance().wait_all();  // another model's step function may be writing

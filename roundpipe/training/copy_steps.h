@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -10,6 +12,7 @@
 
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step/function_thread.h>
+#include <roundpipe/training/trained_parameters.h>
 
 namespace roundpipe {
 
@@ -30,9 +33,12 @@ class CopySteps : public std::enable_shared_from_this<CopySteps> {
   CopySteps(Pipelines models, std::vector<at::Tensor> host_parameters);
 
   // The copies that optimizers update, of the parameters in `sources`; a backward shows no gradients at once any more.
-  // Copies are leaves on the host that share no memory with their sources.
-  void set_copies(std::vector<at::Tensor> sources, std::vector<at::Tensor> copies);
-  bool has_copies() const { return has_copies_; }
+  // Copies are leaves on the host that share no memory with their sources, which are those of `named`, every parameter
+  // under every name, that require grad.
+  void set_copies(TrainedParameters::Named named, std::vector<at::Tensor> sources, std::vector<at::Tensor> copies);
+  bool has_copies() const { return trained_.has_value(); }
+  // See TrainedParameters::late.
+  std::optional<std::string> late_parameter() const { return trained_ ? trained_->late() : std::nullopt; }
 
   // Publishes what other code has written into the copies, for a call that is about to read the weights.
   void publish_written_copies();
@@ -104,8 +110,8 @@ class CopySteps : public std::enable_shared_from_this<CopySteps> {
 
   const Pipelines models_;
   const std::vector<at::Tensor> host_parameters_;
-  std::vector<size_t> host_copies_;  // of each host parameter, the index of its copy; kNone: it has none
-  bool has_copies_ = false;
+  std::vector<size_t> host_copies_;           // of each host parameter, the index of its copy; kNone: it has none
+  std::optional<TrainedParameters> trained_;  // none: there are no copies
   std::vector<at::Tensor> sources_, copies_;
   std::vector<char> is_on_host_;  // of each source
   std::vector<Seen> seen_;        // of the sources

@@ -100,6 +100,10 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
   return host;
 }
 
+int64_t wider_gradient_bytes(const at::Tensor& parameter) {
+  return parameter.requires_grad() && parameter.element_size() == 2 ? 2 * parameter.numel() : 0;
+}
+
 void require_host(const char* where, const std::string& name, int64_t budget_bytes,
                   const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                   const std::optional<OptimizerMemory>& optimizer) {

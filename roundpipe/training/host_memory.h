@@ -54,6 +54,9 @@ std::string memory_table(const std::string& title, const MemoryRows& rows, const
 simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& blocks,
                                     const OptimizerMemory& optimizer, bool trains = true);
 
+// What a parameter's gradient takes beyond the parameter's width if it is in fp32.
+int64_t wider_gradient_bytes(const at::Tensor& parameter);
+
 // Throws BudgetExceeded, with the smallest change that would fit, if what `predict` says of `optimizer` is more than
 // `budget_bytes`. `optimizer`: none: nobody knows which it will be.
 void require_host(const char* where, const std::string& name, int64_t budget_bytes,

@@ -338,23 +338,15 @@ simulate::HostMemory StepMemory::host_memory(const OptimizerMemory& optimizer) c
   return host;
 }
 
-void StepMemory::require_host(const char* where, const OptimizerMemory& optimizer, bool gradients_in_fp32) const {
-  if (!budget_.host_bytes) return;
-  int64_t wider = 0;
+simulate::HostMemory StepMemory::host_with(const OptimizerMemory& optimizer, bool gradients_in_fp32) const {
+  simulate::HostMemory host = host_memory(optimizer);
   for (const runtime::BlockState& block : pipeline_.model().blocks) {
     const bool is_wide = block.gradient_buffers != block.block->buffers();
-    for (const memory::NamedTensor& parameter : block.block->parameters()) {
-      const at::Tensor& tensor = parameter.tensor;
-      if (gradients_in_fp32 && !is_wide && tensor.requires_grad() && tensor.element_size() == 2)
-        wider += 2 * tensor.numel();
-    }
+    if (!gradients_in_fp32 || is_wide) continue;
+    for (const memory::NamedTensor& parameter : block.block->parameters())
+      host.gradients += wider_gradient_bytes(parameter.tensor);
   }
-  const auto predict = [&](const OptimizerMemory& by) {
-    HostPrediction host{host_memory(by)};
-    host.gradients += wider;
-    return host;
-  };
-  roundpipe::require_host(where, pipeline_.model().name, *budget_.host_bytes, predict, optimizer);
+  return host;
 }
 
 HostPrediction StepMemory::on_host(const StepShape& step, RecomputeGrain grain, const OptimizerMemory& optimizer) {

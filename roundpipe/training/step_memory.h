@@ -54,8 +54,8 @@ class StepMemory {
   StepMemory(runtime::Pipeline& pipeline, MemoryBudget budget);
 
   const MemoryBudget& budget() const { return budget_; }
-  // Throws BudgetExceeded if the budget of the host has no room for the model with this optimizer.
-  void require_host(const char* where, const OptimizerMemory& optimizer, bool gradients_in_fp32) const;
+  // The host memory of the model with this optimizer.
+  simulate::HostMemory host_with(const OptimizerMemory& optimizer, bool gradients_in_fp32) const;
   // Counts the memory of this optimizer from now on.
   void count(const OptimizerMemory& optimizer) { optimizer_ = optimizer; }
 

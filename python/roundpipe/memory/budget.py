@@ -134,7 +134,6 @@ def predict_host(
     rule: Rule,
     trains: bool = True,
     partial_sums: int = 0,
-    wider_gradients: int = 0,
 ) -> HostPrediction:
     """Predicts the host memory of parameters and buffers with a fused optimizer; they may be on the meta device.
 
@@ -142,9 +141,8 @@ def predict_host(
         blocks: parameters whose memory is one block: if any of them is trained, there are gradients for all of them.
         trains: False: nothing is trained, whatever `requires_grad` says.
         partial_sums: see `HostPrediction`.
-        wider_gradients: what gradients take beyond the weights' width, in bytes.
     """
-    found = _core.predict_host(list(blocks), _memory_of(rule), trains, wider_gradients, partial_sums=partial_sums)
+    found = _core.predict_host(list(blocks), _memory_of(rule), trains, partial_sums)
     return host_prediction(found)
 
 

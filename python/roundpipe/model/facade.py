@@ -22,7 +22,7 @@ from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
 from roundpipe.step.optimizer_context import in_optimizer_context
 
 if TYPE_CHECKING:
-    from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
+    from roundpipe.step.fused_optimizer import BoundOptimizer, Gradients, Moments
     from roundpipe.step.fused_steps import FusedSteps
     from roundpipe.step.torch_steps import TorchSteps
 

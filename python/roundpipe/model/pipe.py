@@ -170,12 +170,12 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         own["_pipeline"] = _core.Pipeline(self._name, layers, self._pinned, before)
         own["_front"] = _core.Front(own["_pipeline"])
         own.pop("_step_claim", None)
-        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
         own["_layer_count"] = len(layers)
         own["_modules_in_order"] = modules
         own["_model_core"] = _core.ModelCore(
             own["_pipeline"], self._host_budget, self._device_budget, self._measures, self._check_loss
         )
+        own["_step_group"] = TorchSteps({"": self}, {}, self._optim_dtype, self._joint)
 
     # -- the original model shows through ---------------------------------------------------------------------------
 

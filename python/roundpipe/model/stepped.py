@@ -17,7 +17,7 @@ from roundpipe.step.optimizer_context import in_optimizer_context
 from roundpipe.step.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from roundpipe.step.binding import BoundOptimizer, Step
+    from roundpipe.step.fused_optimizer import BoundOptimizer, Step
 
 
 class SteppedModel(ModelFacade):

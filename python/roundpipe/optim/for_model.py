@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from roundpipe import _core
-from roundpipe.memory.budget import HostPrediction, Rule, predict_host, refuse_host
 from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
 from roundpipe.model.published_attributes import source_of_names
 from roundpipe.optim.parameter_groups import parameter_groups
-from roundpipe.step.binding import MOMENTS, Binding, BoundOptimizer, Gradients, Moments
-from roundpipe.step.models import SteppedModels
+from roundpipe.step.fused_optimizer import MOMENTS, BoundOptimizer, Gradients, Moments, core_rule
 
 # Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
 _REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
@@ -65,7 +63,7 @@ class ForModel(BoundOptimizer):
         gradients: Gradients = "weights",
         **kwargs: Any,
     ) -> None:
-        self.binding: Binding | None = None
+        self.binding: _core.ModelOptimizer | None = None
         model = facade_in(params)
         if model is None:
             if groups is not None or not decay_norms_and_biases or moments != "float32" or gradients != "weights":
@@ -98,29 +96,14 @@ class ForModel(BoundOptimizer):
         self.core_format = MOMENTS[moments]
         for hyper in self.core_groups():
             _core.state_names(self.algorithm, hyper, self.core_format, (1,))
-        self._fit_the_host(model._step_group.models, gradients)
+        nodes = model._step_group.nodes
+        model._step_group.models.fused.require_room(
+            f"the model with {type(self).__name__}",
+            core_rule(self, moments, gradients),
+            1 if nodes is None else nodes.size,
+        )
         self._group = model._bind_optimizer(self, moments, gradients)
         self.binding = self._group.binding
-
-    def _fit_the_host(self, models: SteppedModels, gradients: Gradients) -> None:
-        """Raises ValueError if the models' budget of the host, if they have one, has no room for the optimizer."""
-        blocks = [block for pipeline in models.pipelines for block in pipeline.block_parameters()]
-        blocks += [[parameter] for parameter in models.host_parameters.values()]
-        wider = 0
-        if gradients == "float32":
-            narrow = [p for block in blocks for p in block if p.requires_grad and p.element_size() == 2]
-            wider = sum(2 * parameter.numel() for parameter in narrow)
-
-        def predict(rule: Rule) -> HostPrediction:
-            return predict_host(blocks, rule, wider_gradients=wider)
-
-        most = _core.largest_optimizer(self.algorithm, self.core_groups(), self.core_format)
-        pipes = [pipe for _, pipe in models.pipes()]
-        budgets = [pipe._host_budget for pipe in pipes if pipe._host_budget is not None]
-        if budgets:
-            refuse_host("optim", f"the model with {type(self).__name__}", min(budgets), predict, most)
-        for pipe in pipes:
-            pipe._model_core.count_optimizer(most)
 
     def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
         """The current hyperparameters of each parameter in the groups."""
@@ -138,7 +121,7 @@ class ForModel(BoundOptimizer):
         """
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
-        size = self.binding.core.host_bytes(self.core_groups())
+        size = self.binding.host_bytes(self.core_groups())
         return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -230,7 +213,7 @@ class ForModel(BoundOptimizer):
                     remainder.copy_(states[parameter][name])
                 else:
                     self.binding.restart_master(parameter)
-        self.binding.core.accept_weights()
+        self.binding.accept_weights()
 
     def _refuse_parts(self, what: str) -> None:
         nodes = self._group.nodes

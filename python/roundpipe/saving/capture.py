@@ -20,7 +20,7 @@ from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
 from roundpipe.saving.names import ModelNames, names_of
 from roundpipe.saving.random_states import random_states
-from roundpipe.step.binding import BoundOptimizer
+from roundpipe.step.fused_optimizer import BoundOptimizer
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 from roundpipe.step.torch_steps import TorchSteps
@@ -89,11 +89,10 @@ class Capture:
             trained = {name: parameter for name, parameter in self.names.parameters.items() if parameter in hypers}
             self.own_state["ranges"] = {name: list(binding.shard(parameter)) for name, parameter in trained.items()}
             self.own_state["strides"] = {}
-        self.snapshot = _core.Snapshot.of(binding.core, memory, with_weights=self.rank == 0)
+        self.snapshot = _core.Snapshot.of(binding, memory, with_weights=self.rank == 0)
         self.contents.set_snapshot(self.snapshot, places)
-        covered = binding.blocks_with_trained()
         for name, parameter in self.names.parameters.items():
-            if self.rank == 0 and binding.place(parameter)[0] not in covered and name not in self.names.outside:
+            if self.rank == 0 and not binding.trains_beside(parameter) and name not in self.names.outside:
                 self.contents.add(WEIGHTS, self.names.file_name(name), parameter.detach())
         self._take_shown_gradients()
 

@@ -22,7 +22,7 @@ from roundpipe.saving.prepared import Prepared, prepared
 from roundpipe.saving.ranks import ranks_of_call
 from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.saving.torch_state import load_torch
-from roundpipe.step.binding import as_schedulers
+from roundpipe.step.fused_optimizer import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 from roundpipe.step.torch_steps import TorchSteps
@@ -199,9 +199,9 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
         stored.core.verify_rest(ranks.rank, ranks.size)
         if isinstance(group, FusedSteps):
             for parameter in names.parameters.values():
-                if id(parameter) in group.binding.trained:
+                if group.binding.trains(parameter):
                     group.binding.restart_master(parameter)
-            group.binding.core.accept_weights()
+            group.binding.accept_weights()
         return Loaded(stored.manifest.step, stored.folder, {}, tuple(places.missing), tuple(places.unexpected))
     if isinstance(group, FusedSteps):
         optimizer = request.optimizer
@@ -211,7 +211,7 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
             stored.core,
             names.core(),
             places,
-            group.binding.core,
+            group.binding,
             optimizer.algorithm,
             optimizer.core_format,
             optimizer.core_groups(),

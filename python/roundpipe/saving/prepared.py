@@ -12,7 +12,7 @@ from roundpipe.saving.names import ModelNames
 from roundpipe.saving.own_state import OwnState
 from roundpipe.saving.random_states import check_random_states
 from roundpipe.saving.stored import StoredCheckpoint
-from roundpipe.step.binding import BoundOptimizer
+from roundpipe.step.fused_optimizer import BoundOptimizer
 from roundpipe.step.scaler import GradScaler
 
 

@@ -17,7 +17,7 @@ from roundpipe.model.facade import ModelFacade, facade_in
 from roundpipe.saving import capture as captured
 from roundpipe.saving.capture import Capture
 from roundpipe.saving.ranks import ranks_of_call, ranks_of_saves
-from roundpipe.step.binding import as_schedulers
+from roundpipe.step.fused_optimizer import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.step.binding import Binding, BoundOptimizer, Gradients, Moments, Step, as_schedulers
+from roundpipe.step.fused_optimizer import BoundOptimizer, Gradients, Moments, Step, as_schedulers, core_rule
 from roundpipe.step.group import StepGroup
 from roundpipe.step.plain_steps import owners
 from roundpipe.step.scaler import GradScaler, StepScales, synchronize_scales
@@ -44,11 +44,11 @@ class FusedSteps(StepGroup):
     Args:
         earlier: the models' steps until now.
         optimizer: has the models' parameters in its groups.
-        moments: see `Binding`.
-        gradients: see `Binding`.
+        moments: see `roundpipe.optim.AdamW`.
+        gradients: see there, too.
 
     Attributes:
-        binding: the optimizer's state for these models.
+        binding: the engine's optimizer, with its state for these models.
     """
 
     has_copies = False
@@ -56,9 +56,9 @@ class FusedSteps(StepGroup):
 
     def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
         super().__init__(earlier.models, earlier.joint)
+        self._core = self.models.fused
         self._pending: _core.FunctionRun | None = None
         self.steps, self.save = earlier.steps, earlier.save
-        self._hides_weights = False
         self._bind(earlier, optimizer, moments, gradients)
         owners.add(self)
 
@@ -70,20 +70,20 @@ class FusedSteps(StepGroup):
 
     def _bind(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
         # Refuses invalid requests before anything is changed.
-        _core.require_engine()
-        _core.threads()
-        _core.instruction_set()
+        self._core.prepare_bind()
         earlier.synchronize()
         if earlier.save is not None:
             earlier.save.wait_over()
-        self.models.give_host_parameters_a_pipeline()
-        self.models.expose_gradients_of_backwards(False)
-        self._names = self.models.named_parameters()
+        names = self.models.named_parameters()
         nodes = None
         if self.joint is not None:
-            nodes = self.joint.make_optimizer(optimizer, {"moments": moments, "gradients": gradients}, self._names)
-        self.binding = Binding(self.models.all_pipelines(), optimizer, moments, gradients, nodes)
-        self._trained = self.binding.trained
+            nodes = self.joint.make_optimizer(optimizer, {"moments": moments, "gradients": gradients}, names)
+        groups = [options["params"] for options in optimizer.param_groups]
+        self.binding = self._core.bind(core_rule(optimizer, moments, gradients), names, groups, nodes)
+        self.models.host_pipeline = self._core.host_pipeline
+
+    def _late_parameter(self) -> str | None:
+        return self._core.late_parameter()
 
     def step(self, step_fn: Any, is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
         """Raises ValueError: a fused optimizer updates the models."""
@@ -107,12 +107,12 @@ class FusedSteps(StepGroup):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
         groups = optimizer.core_groups()
-        core, host = self.binding.core, self.models.host_pipeline
         with nullcontext() if self.joint is None else self.joint.counts.telling_failure():
             self.check_trainable()
             self.finish_update()
-            self.models.begin_step(is_async)
-            core.make_room()  # here, so that Ctrl+C ends the wait
+            if self.joint is not None:
+                self.models.raise_pending()
+            self._core.prepare_step(is_async)  # here, so that Ctrl+C ends the wait
         scales: StepScales | None = None
         loss_scale = 0.0  # losses are not scaled
         if scaler is not None and scaler.is_enabled():
@@ -121,12 +121,11 @@ class FusedSteps(StepGroup):
             scales, loss_scale = StepScales({scaler: scale}, self, pipelines), float(scale)
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
-            step_options.gradient_factor = self.joint.step(options, optimizer, shows_weights=not self._hides_weights)
+            step_options.gradient_factor = self.joint.step(
+                options, optimizer, shows_weights=not self._core.hides_weights
+            )
         with uninterrupted():
-            run = core.step(groups, step_options, loss_scale)
-            self._hides_weights = True
-            if host is not None:
-                host.show_weights()
+            run = self._core.start_step(groups, step_options, loss_scale)
             if scaler is not None and scales is not None:
                 self._pending = _core.after_step_functions(lambda: self._update_scale(scaler, scales, run))
         if self._pending is not None and not is_async:
@@ -159,22 +158,17 @@ class FusedSteps(StepGroup):
     def synchronize(self) -> None:
         """See `StepGroup.synchronize`."""
         self.finish_all_updates()
-        self.models.drain()
-        self.binding.core.finish()
-        self._hides_weights = False
-        self.models.expose()
+        self._core.synchronize()
         synchronize_scales(self, self.models.all_pipelines())
 
     def show_weights(self) -> None:
         """Makes the models' parameters show the newest weights. Calls read what they would have read."""
-        shown = [pipeline.show_newest_weights() for pipeline in self.models.all_pipelines()]
-        self._hides_weights &= not all(shown)
+        self._core.show_weights()
 
     def before_call(self) -> None:
         """See `StepGroup.before_call`. Also lets what is computed on the host read the weights that calls read."""
         super().before_call()
-        if self.models.host_pipeline is not None:
-            self.models.host_pipeline.show_weights()
+        self._core.show_host_weights()
 
     def zero_gradients(self, model: nn.Module, set_to_none: bool) -> None:
         """Clears the gradients of `model` that no step has consumed; without waiting if `set_to_none`."""
@@ -186,8 +180,7 @@ class FusedSteps(StepGroup):
 
     def drop_gradients(self) -> None:
         """Drops the gradients that no step has consumed, without waiting."""
-        for pipeline in self.models.all_pipelines():
-            pipeline.drop_gradients()
+        self._core.drop_gradients()
         if self.joint is not None:
             self.joint.counts.forget()
 

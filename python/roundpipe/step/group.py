@@ -8,7 +8,7 @@ call reads do not depend on timing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -52,8 +52,6 @@ class StepGroup(ABC):
     def __init__(self, models: SteppedModels, joint: JointTraining | None) -> None:
         self.models = models
         self.joint = joint
-        self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
-        self._trained: Container[int] = ()  # ids of the parameters that the optimizer updates
         self.steps = 0  # made so far
         self.save: RunningSave | None = None  # the last one
 
@@ -73,15 +71,19 @@ class StepGroup(ABC):
 
     def check_trainable(self) -> None:
         """Raises ValueError if a parameter became trainable after the optimizer was made."""
-        for name, parameter in self._names:
-            if parameter.requires_grad and id(parameter) not in self._trained:
-                raise ValueError(
-                    f"[RoundPipe] parameter '{name}' was frozen when the optimizer's parameters were made and requires "
-                    "grad now, so no optimizer would update it; set requires_grad before optim_parameters() or the "
-                    "first step, and wrap the model again to change it (freezing later is fine). PEFT's set_adapter "
-                    "makes the adapter trainable that it names, and the end of disable_adapter() all active ones: let "
-                    "what is trained require grad before the optimizer is made"
-                )
+        late = self._late_parameter()
+        if late is not None:
+            raise ValueError(
+                f"[RoundPipe] parameter '{late}' was frozen when the optimizer's parameters were made and requires "
+                "grad now, so no optimizer would update it; set requires_grad before optim_parameters() or the "
+                "first step, and wrap the model again to change it (freezing later is fine). PEFT's set_adapter "
+                "makes the adapter trainable that it names, and the end of disable_adapter() all active ones: let "
+                "what is trained require grad before the optimizer is made"
+            )
+
+    @abstractmethod
+    def _late_parameter(self) -> str | None:
+        """The name of a parameter that became trainable after the optimizer was made."""
 
     def before_call(self) -> None:
         """Prepares the weights for a call that will read them.

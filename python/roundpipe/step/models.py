@@ -33,6 +33,7 @@ class SteppedModels:
         pipelines: the models' pipelines.
         parameters: the parameters in these pipelines.
         host_parameters: see above.
+        fused: the engine's part of steps by a fused optimizer.
         host_pipeline: holds the host parameters once a fused optimizer updates them; None before that, or if there are
             none.
     """
@@ -44,6 +45,7 @@ class SteppedModels:
         blocks = [block for pipeline in self.pipelines for block in pipeline.block_parameters()]
         self.parameters = [parameter for block in blocks for parameter in block]
         self.host_parameters = host_parameters
+        self.fused = _core.FusedSteps([pipe._model_core for pipe in pipes.values()], list(host_parameters.items()))
         self.host_pipeline: _core.Pipeline | None = None
         self._ids = {id(parameter) for parameter in (*self.parameters, *host_parameters.values())}
 
@@ -79,22 +81,13 @@ class SteppedModels:
         """All pipelines that hold parameters; the host's comes last."""
         return [*self.pipelines, *([self.host_pipeline] if self.host_pipeline is not None else [])]
 
-    def give_host_parameters_a_pipeline(self) -> None:
-        """Moves the host parameters into a pipeline of their own, for a fused optimizer."""
-        if self.host_parameters and self.host_pipeline is None:
-            self.host_pipeline = _core.host_parameters(
-                "host", list(self.host_parameters), list(self.host_parameters.values())
-            )
-
-    def expose_gradients_of_backwards(self, exposes: bool) -> None:
-        """Says whether the `.grad` of the models' own parameters is filled when a backward returns."""
+    def expose_gradients_of_backwards(self) -> None:
+        """From now on, the `.grad` of the models' own parameters is filled when a backward returns."""
         for pipeline in self.pipelines:
-            pipeline.exposes_gradients = exposes
+            pipeline.exposes_gradients = True
 
-    def begin_step(self, is_async: bool) -> None:
-        """Chooses whether the next call reads the weights from before the step, and raises what running work raised."""
-        for pipeline in self.pipelines:
-            pipeline.asynchronous = is_async
+    def raise_pending(self) -> None:
+        """Raises what running work raised."""
         for pipeline in self.pipelines:
             pipeline.raise_pending()
 
@@ -106,11 +99,6 @@ class SteppedModels:
         """Waits for all calls."""
         for pipeline in self.pipelines:
             pipeline.drain()
-
-    def expose(self) -> None:
-        """Lets the models' own parameters show the weights that calls read, and gradients that no step has consumed."""
-        for pipeline in self.pipelines:
-            pipeline.expose()
 
     def show_gradients(self) -> None:
         """Fills the `.grad` of the models' own parameters with gradients that no step has consumed."""

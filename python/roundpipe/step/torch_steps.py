@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining
-from roundpipe.step.binding import BoundOptimizer, Gradients, Moments
+from roundpipe.step.fused_optimizer import BoundOptimizer, Gradients, Moments
 from roundpipe.step.fused_steps import FusedSteps, refuse_optimizer
 from roundpipe.step.group import StateReader, StepGroup, refuse_gradient_hooks
 from roundpipe.step.models import PipedModel, SteppedModels
@@ -49,8 +49,8 @@ class TorchSteps(StepGroup):
     ) -> None:
         super().__init__(SteppedModels(pipes, host_parameters), joint)
         self._optim_dtype = optim_dtype
+        self._names: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there are copies
         self._copies: dict[int, OptimizerParameter] = {}  # by id of the user's parameter; trainable ones only
-        self._trained = self._copies
         self._core = _core.CopySteps(self.models.pipelines, list(host_parameters.values()))
         owners.add(self)
 
@@ -96,6 +96,9 @@ class TorchSteps(StepGroup):
         """
         self._core.accept_loaded(unpublished)
 
+    def _late_parameter(self) -> str | None:
+        return self._core.late_parameter()
+
     # -- the copies -------------------------------------------------------------------------------------------------
 
     def optim_named_parameters(self, prefix: str, remove_duplicate: bool) -> Iterator[tuple[str, nn.Parameter]]:
@@ -126,7 +129,7 @@ class TorchSteps(StepGroup):
                 copy.__dict__.update(parameter.__dict__)
                 copy.attach(self)
                 self._copies[id(parameter)] = copy
-            self._core.set_copies(sources, list(self._copies.values()))
+            self._core.set_copies(self._names, sources, list(self._copies.values()))
 
     def take_writes(self) -> None:
         """Copies values that the user has written into the model's parameters, or assigned to them. REQUIRES: no step
@@ -202,7 +205,7 @@ class TorchSteps(StepGroup):
         """Notes that the user may now hold the models' own parameters. Until there are copies, the `.grad` of these
         parameters is filled when a backward returns."""
         if not self.has_copies:
-            self.models.expose_gradients_of_backwards(True)
+            self.models.expose_gradients_of_backwards()
 
     def hand_over(self) -> None:
         """Waits for gradients that no step has consumed, and adds them to those of the optimizer's parameters.

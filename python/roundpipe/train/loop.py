@@ -19,7 +19,7 @@ from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_sum
 from roundpipe.memory.host import resident_bytes
-from roundpipe.step.binding import Step
+from roundpipe.step.fused_optimizer import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
 from roundpipe.train.loss_scaling import LossScaling

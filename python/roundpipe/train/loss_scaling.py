@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.step.binding import Step
+from roundpipe.step.fused_optimizer import Step
 from roundpipe.step.scaler import GradScaler
 
 

@@ -10,7 +10,7 @@ import torch
 from roundpipe import optim
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.optim.for_model import ForModel
-from roundpipe.step.binding import Moments
+from roundpipe.step.fused_optimizer import Moments
 from roundpipe.train.config import TrainConfig
 
 _RULES: dict[str, type[ForModel]] = {

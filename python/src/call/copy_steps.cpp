@@ -40,7 +40,8 @@ void bind_copy_steps(py::module_& module) {
   module.def("require_no_step_function", &FunctionThread::require_elsewhere);
   py::class_<CopySteps, std::shared_ptr<CopySteps>>(module, "CopySteps")
       .def(py::init<CopySteps::Pipelines, std::vector<at::Tensor>>(), py::arg("models"), py::arg("host_parameters"))
-      .def("set_copies", &CopySteps::set_copies, py::arg("sources"), py::arg("copies"), unlocked)
+      .def("set_copies", &CopySteps::set_copies, py::arg("named"), py::arg("sources"), py::arg("copies"), unlocked)
+      .def("late_parameter", &CopySteps::late_parameter)
       .def_property_readonly("has_copies", &CopySteps::has_copies)
       .def("publish_written_copies", &CopySteps::publish_written_copies, unlocked)
       .def("publish_copies", &CopySteps::publish_copies, unlocked)

@@ -106,10 +106,8 @@ void bind_model_core(py::module_& module) {
       .def("last_prediction", [](ModelCore& core) { return core.memory().last(); })
       .def("footprints", &ModelCore::footprints, py::arg("arguments"), py::arg("options"),
            py::call_guard<py::gil_scoped_release>())
-      .def("fits", &ModelCore::fits, py::arg("arguments"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
-      .def(
-          "count_optimizer", [](ModelCore& core, const OptimizerMemory& memory) { core.memory().count(memory); },
-          py::arg("memory"));
+      .def("fits", &ModelCore::fits, py::arg("arguments"), py::arg("options"),
+           py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

@@ -20,6 +20,7 @@ FACES = {
     "shows what C++ holds, in Python's types": (
         *("DeviceMemory", "HostArena", "HostMemory", "HostPrediction", "MemoryPrediction", "Nodes", "Save"),
         *("SaveReport", "Loaded", "StoredCheckpoint", "Step", "Pending", "UpdateRule", "Stages", "Timeline"),
+        "FusedSteps",
     ),
     "a subclass of torch's class, whose names and arguments it has": ("GradScaler", "EmulatedLayer"),
     "pytrees of Python are more than what TensorsOf knows": ("Structure", "Batch"),
@@ -31,7 +32,7 @@ FACES = {
 }
 # The same word for two things.
 HOMONYMS = {
-    *("All", "Binding", "Card", "Compiler", "Device", "Documents", "Entry", "Names", "Order", "Part", "Progress"),
+    *("All", "Card", "Compiler", "Device", "Documents", "Entry", "Names", "Order", "Part", "Progress"),
     *("Request", "Room", "Run", "Span", "State", "StoredTensor", "Tokens", "Unit", "Uses", "Verdict"),
 }
 CAPTURE = "python/roundpipe/saving/capture.py"
@@ -45,7 +46,7 @@ PHRASES = {
         ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/saving/prepared.py"),
         ("roundpipe/core/loss_chunks.cpp", "python/roundpipe/saving/load.py"),
     ),
-    "a group of Python has several models and parameters on the host, one of C++ has one model": (
+    "advice in the words of the language": (
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/fused_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/torch_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/optim/for_model.py"),
@@ -54,8 +55,6 @@ PHRASES = {
         ("roundpipe/training/copy_steps.cpp", "python/roundpipe/step/group.py"),
         ("roundpipe/api/model.cpp", "python/roundpipe/step/group.py"),
         ("roundpipe/api/grad_scaler.cpp", "python/roundpipe/step/scaler.py"),
-    ),
-    "advice in the words of the language": (
         ("roundpipe/memory/parameter_block.cpp", "python/roundpipe/layers/shell.py"),
         ("roundpipe/api/loss.cpp", "python/roundpipe/call/loss_function.py"),
         ("roundpipe/core/skipped_steps.cpp", "python/roundpipe/ops/packed_attention.py"),

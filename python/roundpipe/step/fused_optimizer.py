@@ -1,13 +1,11 @@
-"""A fused optimizer and the models whose blocks it updates."""
+"""A fused optimizer, and what its steps return."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 
 from roundpipe import _core
 
@@ -62,77 +60,16 @@ class Step:
         return self.grad_norm
 
 
-class Binding:
-    """The state of a fused optimizer for a group of models, block by block.
-
-    Args:
-        pipelines: all pipelines that hold parameters.
-        optimizer: has trained parameters in its groups.
-        moments: the format of the moments, see `roundpipe.optim.AdamW`.
-        gradients: "float32" keeps the gradients of 16-bit weights in fp32 on the host.
-        nodes: those that share the state; None if this process has all of it.
-
-    Attributes:
-        core: the engine's optimizer.
-        trained: ids of the trained parameters.
-    """
-
-    def __init__(
-        self,
-        pipelines: list[_core.Pipeline],
-        optimizer: BoundOptimizer,
-        moments: Moments,
-        gradients: Gradients,
-        nodes: _core.Nodes | None = None,
-    ) -> None:
-        group_of = {id(p): index for index, options in enumerate(optimizer.param_groups) for p in options["params"]}
-        self.trained = frozenset(group_of)
-        blocks = [pipeline.block_parameters() for pipeline in pipelines]
-        groups = [[[group_of.get(id(parameter), -1) for parameter in block] for block in of] for of in blocks]
-        self._places = {
-            id(parameter): (b, i)
-            for b, block in enumerate(itertools.chain.from_iterable(blocks))
-            for i, parameter in enumerate(block)
-        }
-        if gradients == "float32":
-            for pipeline in pipelines:
-                pipeline.keep_gradients_in_fp32()
-        self.core = _core.ModelOptimizer(pipelines, groups, optimizer.algorithm, MOMENTS[moments], nodes=nodes)
-
-    def place(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The number of the parameter's block, counted over all pipelines, and its index there."""
-        return self._places[id(parameter)]
-
-    def blocks_with_trained(self) -> set[int]:
-        """The numbers of the blocks in which a parameter is trained."""
-        return {place[0] for key, place in self._places.items() if key in self.trained}
-
-    def state(self, parameter: nn.Parameter) -> tuple[_core.ParameterState, torch.Tensor | None]:
-        """The state of a trained parameter, and its remainder (for fp16, the master). No step may be running."""
-        place = self._places[id(parameter)]
-        return self.core.state(*place), self.core.remainder(*place)
-
-    def shard(self, parameter: nn.Parameter) -> tuple[int, int]:
-        """The first of the elements of a trained parameter that this process updates, counted in the order of memory,
-        and the one after the last."""
-        block, index = self._places[id(parameter)]
-        return self.core.shard(block)[index]
-
-    def restart_master(self, parameter: nn.Parameter) -> None:
-        """Restarts the fp32 master from the parameter's value. No step may be running."""
-        self.core.restart_master(*self._places[id(parameter)], parameter)
-
-
 class BoundOptimizer(torch.optim.Optimizer):
     """An optimizer that may be bound to models in the pipeline, whose weights it then updates in place.
 
     Attributes:
         algorithm: the update rule.
-        binding: the binding to those models; None for an optimizer of plain parameters.
+        binding: the engine's optimizer of those models; None for an optimizer of plain parameters.
     """
 
     algorithm: ClassVar[_core.Algorithm]
-    binding: Binding | None
+    binding: _core.ModelOptimizer | None
 
     def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
         """The hyperparameters that a group's options are; raises for values that no step can take."""
@@ -145,6 +82,11 @@ class BoundOptimizer(torch.optim.Optimizer):
     def count_step(self) -> None:
         """Tells torch's schedulers that a step was made."""
         self._opt_called = True
+
+
+def core_rule(optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> _core.FusedRule:
+    """What the engine makes a fused optimizer from."""
+    return _core.FusedRule(optimizer.algorithm, optimizer.core_groups(), MOMENTS[moments], gradients == "float32")
 
 
 def as_schedulers(schedulers: Any) -> Sequence[Any]:

@@ -1,0 +1,126 @@
+#include <roundpipe/training/fused_steps.h>
+
+#include <algorithm>
+
+#include <roundpipe/core/engine_life.h>
+#include <roundpipe/layers/host_parameters.h>
+#include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/thread_pool.h>
+
+namespace roundpipe {
+
+namespace {
+
+OptimizerMemory memory_of(const FusedRule& rule, int nodes) {
+  OptimizerMemory memory = largest_optimizer(rule.algorithm, rule.groups, rule.moments);
+  memory.nodes = nodes;
+  return memory;
+}
+
+}  // namespace
+
+FusedSteps::FusedSteps(Models models, HostParameters host_parameters)
+    : models_(std::move(models)), host_parameters_(std::move(host_parameters)) {
+  for (const auto& model : models_) pipelines_.push_back(model->pipeline());
+}
+
+void FusedSteps::require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const {
+  std::optional<int64_t> budget;
+  for (const auto& model : models_) {
+    const std::optional<int64_t> own = model->memory().budget().host_bytes;
+    if (own) budget = std::min(*own, budget.value_or(*own));
+  }
+  if (!budget) return;
+  const auto predict = [&](const OptimizerMemory& optimizer) {
+    HostPrediction all;
+    const auto add = [&](const simulate::HostMemory& part) {
+      all.weights += part.weights;
+      all.gradients += part.gradients;
+      all.masters += part.masters;
+      all.moments += part.moments;
+    };
+    for (const auto& model : models_) add(model->memory().host_with(optimizer, rule.gradients_in_fp32));
+    for (const memory::NamedTensor& parameter : host_parameters_) {
+      add(host_memory_of({{parameter.tensor}}, optimizer));
+      if (rule.gradients_in_fp32) all.gradients += wider_gradient_bytes(parameter.tensor);
+    }
+    return all;
+  };
+  require_host(where, name, *budget, predict, memory_of(rule, nodes));
+}
+
+void FusedSteps::prepare_bind() {
+  require_engine();
+  optim::ThreadPool::current();
+  instruction_set();
+  synchronize();
+}
+
+void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
+                      std::shared_ptr<cluster::Nodes> nodes) {
+  if (!host_parameters_.empty() && !host_) {
+    std::vector<std::unique_ptr<runtime::Layer>> layers;
+    layers.push_back(layers::make_host_parameters("host", host_parameters_));
+    host_ = std::make_shared<runtime::Pipeline>("host", std::move(layers), /*pinned=*/false);
+    pipelines_.push_back(host_);
+  }
+  std::vector<std::vector<std::vector<int>>> groups;
+  for (const auto& pipeline : pipelines_) {
+    auto& blocks = groups.emplace_back();
+    for (const runtime::BlockState& block : pipeline->model().blocks) {
+      auto& of_block = blocks.emplace_back();
+      for (const memory::NamedTensor& parameter : block.block->parameters())
+        of_block.push_back(group_of(parameter.tensor));
+    }
+    if (rule.gradients_in_fp32) pipeline->keep_gradients_in_fp32();
+  }
+  const OptimizerMemory memory = memory_of(rule, nodes ? static_cast<int>(nodes->size()) : 1);
+  auto made =
+      std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.moments, std::move(nodes));
+  made->set_groups(rule.groups);
+  for (const auto& model : models_) {
+    model->memory().count(memory);
+    model->pipeline()->gradients().set_shows_at_once(false);
+  }
+  trained_ = TrainedParameters(std::move(named));
+  optimizer_ = std::move(made);
+}
+
+void FusedSteps::prepare_step(bool asynchronous) {
+  for (const auto& model : models_) model->pipeline()->planner().set_asynchronous(asynchronous);
+  if (!optimizer_->nodes()) {
+    for (const auto& model : models_) model->pipeline()->raise_pending();
+  }
+  optimizer_->make_room();
+}
+
+std::shared_ptr<runtime::StepRun> FusedSteps::start_step(std::vector<optim::Hyperparameters> groups,
+                                                         const StepOptions& options, double loss_scale) {
+  std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options, loss_scale);
+  hides_weights_ = true;
+  show_host_weights();
+  return run;
+}
+
+void FusedSteps::synchronize() {
+  for (const auto& model : models_) model->pipeline()->drain();
+  if (optimizer_) optimizer_->finish();
+  hides_weights_ = false;
+  for (const auto& model : models_) model->pipeline()->expose();
+}
+
+void FusedSteps::show_weights() {
+  bool shown = true;
+  for (const auto& pipeline : pipelines_) shown &= pipeline->weights().show_newest();
+  if (shown) hides_weights_ = false;
+}
+
+void FusedSteps::show_host_weights() {
+  if (host_) host_->weights().show();
+}
+
+void FusedSteps::drop_gradients() {
+  for (const auto& pipeline : pipelines_) pipeline->gradients().drop();
+}
+
+}  // namespace roundpipe

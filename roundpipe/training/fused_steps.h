@@ -1,0 +1,87 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <roundpipe/runtime/model_optimizer.h>
+#include <roundpipe/training/model_core.h>
+#include <roundpipe/training/trained_parameters.h>
+
+namespace roundpipe {
+
+// A fused optimizer, as it is made for models.
+struct FusedRule {
+  optim::Algorithm algorithm = optim::Algorithm::kAdamW;
+  std::vector<optim::Hyperparameters> groups;
+  optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  bool gradients_in_fp32 = false;  // those of 16-bit weights, on the host
+};
+
+// Steps of one or more models by a fused optimizer, which updates each block in place as soon as its gradient has
+// landed. There are no copies of parameters. Parameters that the program itself uses, outside of the models, are
+// stepped with them: their gradients are in their `.grad`.
+//
+// From a step until show_weights() or synchronize(), parameters may show neither the old nor the new weights.
+// Thread safety: the caller's thread.
+class FusedSteps {
+ public:
+  using Models = std::vector<std::shared_ptr<ModelCore>>;
+  using HostParameters = std::vector<memory::NamedTensor>;
+  // The group of each trained parameter; negative: it is not trained.
+  using GroupOf = std::function<int(const at::Tensor& parameter)>;
+
+  FusedSteps(Models models, HostParameters host_parameters);
+
+  // Throws BudgetExceeded, in the name of `where`, if a model's budget of the host has no room for them all with this
+  // optimizer, whose state so many `nodes` share; `name`: what is said not to fit.
+  void require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const;
+  // Refuses, as bind() would, what the environment says of updates. Then waits for all work of the models.
+  void prepare_bind();
+  // Makes the optimizer, which replaces an earlier one; fp32 masters stay. `named`: every parameter under every name.
+  // REQUIRES: prepare_bind().
+  void bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
+            std::shared_ptr<cluster::Nodes> nodes);
+  // Null: bind() was not called.
+  const std::shared_ptr<runtime::ModelOptimizer>& optimizer() const { return optimizer_; }
+
+  // The models' pipelines, then that of the host parameters if there are some, since bind().
+  const std::vector<std::shared_ptr<runtime::Pipeline>>& pipelines() const { return pipelines_; }
+  // Null: there are no host parameters, or bind() was not called.
+  const std::shared_ptr<runtime::Pipeline>& host_pipeline() const { return host_; }
+  // See TrainedParameters::late.
+  std::optional<std::string> late_parameter() const { return trained_.late(); }
+
+  // A step, in two parts. First, throws what earlier steps and calls threw, and waits until a step can be started. With
+  // several nodes, what calls threw is left to start_step(), which tells the others. `asynchronous`: whether the next
+  // call reads the weights from before this step.
+  void prepare_step(bool asynchronous);
+  // Starts it. REQUIRES: prepare_step(); no call since.
+  std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
+                                               double loss_scale);
+
+  // Waits for all work; then calls read the newest weights, which the parameters show with the gradients that no step
+  // has consumed.
+  void synchronize();
+  // Lets the parameters show the newest weights; calls read what they would have read.
+  void show_weights();
+  // Whether parameters may not show the weights from which the next step starts.
+  bool hides_weights() const { return hides_weights_; }
+  // Lets what the program computes on the host read the weights that calls read.
+  void show_host_weights();
+  // Drops the gradients that no step has consumed, without waiting.
+  void drop_gradients();
+
+ private:
+  const Models models_;
+  const HostParameters host_parameters_;
+  std::vector<std::shared_ptr<runtime::Pipeline>> pipelines_;
+  std::shared_ptr<runtime::Pipeline> host_;
+  std::shared_ptr<runtime::ModelOptimizer> optimizer_;
+  TrainedParameters trained_;
+  bool hides_weights_ = false;
+};
+
+}  // namespace roundpipe
