@@ -14,10 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.ops import LogitStep, chunked_mlp, gated_mlp, linear_cross_entropy, two_layer_mlp
-from sweeps import mostly_long
 
 GEMMA2: tuple[LogitStep, ...] = (("divide", 30.0), "tanh", ("multiply", 30.0), "float32")
 COHERE: tuple[LogitStep, ...] = (("multiply", 0.0625), "float32")
@@ -138,7 +135,7 @@ def test_it_is_the_plain_head(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("chunk", mostly_long([0, 1, 16, 37, 1000], 0, 16))
+@pytest.mark.parametrize("chunk", [0, 16])
 @pytest.mark.parametrize("steps", sorted(STEPS))
 def test_16_bits_are_no_worse_than_the_plain_head(dtype: torch.dtype, chunk: int, steps: str) -> None:
     torch.manual_seed(1)
@@ -159,7 +156,7 @@ def test_16_bits_are_no_worse_than_the_plain_head(dtype: torch.dtype, chunk: int
         # of about the same effect, that of the logits' gradient and that of the sum.
         several = some.shape == weight.shape and 0 < chunk < 150
         root = (some.float() - truth).square().mean().sqrt()
-        bound = (1.6 if chunk == 1 else 1.4) if several else 1.1
+        bound = 1.4 if several else 1.1
         assert root <= bound * (others.float() - truth).square().mean().sqrt() + 1e-7 * truth.abs().max()
 
 
@@ -179,92 +176,16 @@ def test_softcap_and_scale_are_steps() -> None:
     assert distance(both, plain(hidden, weight, labels, steps=written)) < 1e-12
 
 
-def test_gradients_are_right_numerically() -> None:
-    torch.manual_seed(3)
-    hidden, weight, labels, bias = inputs((2, 5), 3, 7, torch.float64)
-    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
-    for steps in STEPS.values():
-        assert torch.autograd.gradcheck(
-            lambda h, w, b, steps=steps: linear_cross_entropy(
-                h, w, labels, b, steps=steps, chunk_tokens=3, reduction="mean"
-            ),
-            leaves,
-        )
-
-
-@pytest.mark.parametrize("arrangement", ["transposed", "strided", "expanded"])
-def test_hidden_need_not_be_contiguous(arrangement: str) -> None:
-    torch.manual_seed(4)
-    hidden, weight, labels, _ = inputs((4, 6), 5, 13, torch.float64)
-    arranged = {
-        "transposed": lambda h: h.transpose(0, 1),
-        "strided": lambda h: h.repeat(1, 1, 2)[..., ::2],
-        "expanded": lambda h: h[:1].expand(4, 6, 5),
-    }[arrangement]
-    shaped = labels.t() if arrangement == "transposed" else labels
-    ours = with_gradients(lambda h, w: linear_cross_entropy(arranged(h), w, shaped, chunk_tokens=5), [hidden, weight])
-    expected = with_gradients(lambda h, w: plain(arranged(h), w, shaped), [hidden, weight])
-    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
-
-
-def test_autocast_is_that_of_linear() -> None:
-    torch.manual_seed(5)
-    hidden, weight, labels, bias = inputs(60, 16, 99, torch.float32)
-
-    def cast(loss: Callable[..., torch.Tensor], **options: Any) -> list[torch.Tensor]:
-        def run(h: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return loss(h, w, labels, b, **options)
-
-        return with_gradients(run, [hidden, weight, bias])
-
-    ours, expected = cast(linear_cross_entropy, chunk_tokens=17), cast(plain)
-    for some, others in zip(ours, expected, strict=True):
-        assert some.dtype == others.dtype == torch.float32
-        assert distance(some, others) < 0.02
-    assert distance(ours[0], expected[0]) < 1e-6
-
-
-def test_a_tied_weight_gets_both_gradients() -> None:
-    torch.manual_seed(6)
-    _, weight, labels, _ = inputs(12, 4, 9, torch.float64)
-    tokens = torch.randint(9, (12,))
-    ours = with_gradients(lambda w: linear_cross_entropy(F.embedding(tokens, w), w, labels, chunk_tokens=5), [weight])
-    expected = with_gradients(lambda w: plain(F.embedding(tokens, w), w, labels), [weight])
-    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
-
-
 # --- linear_cross_entropy: errors ---
-
-
-def test_backward_runs_as_often_as_the_graph_is_retained_and_without_its_own() -> None:
-    hidden, weight, labels, _ = inputs(6, 4, 9, torch.float32)
-    weight.requires_grad_()
-    with pytest.raises(RuntimeError, match=r"\[linear_cross_entropy\].*create_graph"):
-        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), weight, create_graph=True)
-    loss = linear_cross_entropy(hidden, weight, labels)
-    expected = torch.autograd.grad(loss, weight, retain_graph=True)[0].clone()
-    assert torch.equal(torch.autograd.grad(2 * loss, weight, retain_graph=True)[0], 2 * expected)
-    assert torch.equal(torch.autograd.grad(loss, weight, retain_graph=False)[0], expected)
-    with pytest.raises(RuntimeError, match=r"\[linear_cross_entropy\].*a second time"):
-        loss.backward()
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"labels": torch.full((6,), 9)}, "a label is 9, expected 0 to 8"),
-        ({"labels": torch.full((6,), -1)}, "a label is -1"),
-        ({"labels": torch.zeros(6, dtype=torch.int32)}, "expected Long"),
-        ({"labels": torch.zeros(5, dtype=torch.int64)}, "one label for each token"),
-        ({"weight": torch.zeros(9, 5)}, "same width"),
-        ({"weight": torch.zeros(9, 4, dtype=torch.float64)}, "expected the same"),
-        ({"bias": torch.zeros(8)}, r"expected \[9\]"),
         ({"reduction": "none"}, "expected 'sum' or 'mean'"),
         ({"softcap": 0.0}, "expected a positive number"),
-        ({"chunk_tokens": -1}, "chunk_tokens is -1"),
         ({"steps": ["tanhh"]}, "a step is 'tanhh'"),
-        ({"steps": [("divide", 0.0)]}, "divides the logits by 0"),
         ({"steps": ["tanh"], "scale": 2.0}, "together with softcap or scale"),
     ],
 )
@@ -299,9 +220,8 @@ def block_gradients(
     return [output.detach(), *torch.autograd.grad(output, wanted, weights)]
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 8, 9, 100])
 @pytest.mark.parametrize("frozen", ["", "hidden", "weights", "gate"])
-def test_a_chunked_module_is_the_module(chunk: int, frozen: str) -> None:
+def test_a_chunked_module_is_the_module(frozen: str) -> None:
     torch.manual_seed(7)
     block = Block(5, 11).double()
     hidden = torch.randn(2, 9, 5, dtype=torch.float64, requires_grad=frozen != "hidden")
@@ -310,77 +230,26 @@ def test_a_chunked_module_is_the_module(chunk: int, frozen: str) -> None:
     if frozen == "gate":
         block.gate.requires_grad_(False)
     expected = block_gradients(block, hidden, block)
-    ours = block_gradients(block, hidden, lambda h: chunked_mlp(block, h, chunk))
+    ours = block_gradients(block, hidden, lambda h: chunked_mlp(block, h, 4))
     assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_lower_precision_stays_close(dtype: torch.dtype) -> None:
-    torch.manual_seed(8)
-    block = Block(16, 33).to(dtype)
-    hidden = torch.randn(100, 16).to(dtype).requires_grad_()
-    ours = block_gradients(block, hidden, lambda h: chunked_mlp(block.forward, h, 7))
-    same = block_gradients(block, hidden, block)
-    exact = block_gradients(block.float(), hidden.detach().float().requires_grad_(), block)
-    for some, others, truth in zip(ours, same, exact, strict=True):
-        assert some.dtype == dtype
-        bound = 1e-5 if dtype == torch.float32 else 1.2 * distance(others, truth) + 2**-9
-        assert distance(some, truth) <= bound
-
-
-def test_dropout_draws_the_same_numbers_again() -> None:
-    torch.manual_seed(9)
-    block = Block(4, 64, dropout=0.5).double()
-    hidden = torch.randn(10, 4, dtype=torch.float64, requires_grad=True)
-
-    def run(h: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(10)
-        return chunked_mlp(block, h, 3)
-
-    def chunks(h: torch.Tensor) -> torch.Tensor:
-        torch.manual_seed(10)
-        return torch.cat([block(part) for part in h.split(3)])
-
-    ours, expected = block_gradients(block, hidden, run), block_gradients(block, hidden, chunks)
-    assert all(distance(some, others) < 1e-12 for some, others in zip(ours, expected, strict=True))
-    assert torch.autograd.gradcheck(run, hidden)
-
-
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
-@pytest.mark.parametrize("chunk", [0, 4])
-def test_native_blocks(activation: Any, chunk: int) -> None:
+def test_native_blocks() -> None:
     torch.manual_seed(11)
-    function = {
-        "silu": F.silu,
-        "gelu": F.gelu,
-        "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
-        "relu": F.relu,
-    }[activation]
     shapes = [(2, 7, 5), (8, 5), (8, 5), (5, 8), (8,), (8,), (5,)]
-    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-
-    def squared(output: torch.Tensor) -> torch.Tensor:
-        return output.square().sum()
-
-    def gated(*t: torch.Tensor) -> torch.Tensor:
-        return squared(
-            gated_mlp(*t[:4], gate_bias=t[4], up_bias=t[5], down_bias=t[6], activation=activation, chunk_tokens=chunk)
-        )
-
-    def plain_gated(*t: torch.Tensor) -> torch.Tensor:
-        inner = function(F.linear(t[0], t[1], t[4])) * F.linear(t[0], t[2], t[5])
-        return squared(F.linear(inner, t[3], t[6]))
-
-    def two(*t: torch.Tensor) -> torch.Tensor:
-        return squared(two_layer_mlp(*t[:3], up_bias=t[3], down_bias=t[4], activation=activation, chunk_tokens=chunk))
-
-    def plain_two(*t: torch.Tensor) -> torch.Tensor:
-        return squared(F.linear(function(F.linear(t[0], t[1], t[3])), t[2], t[4]))
-
-    pairs = [(gated, plain_gated, tensors), (two, plain_two, [tensors[index] for index in (0, 1, 3, 5, 6)])]
-    for ours, expected, used in pairs:
-        for some, others in zip(with_gradients(ours, used), with_gradients(expected, used), strict=True):
-            assert distance(some, others) < 1e-12
+    x, gate, up, down, gate_bias, up_bias, down_bias = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    gated = gated_mlp(
+        *(x, gate, up, down),
+        gate_bias=gate_bias,
+        up_bias=up_bias,
+        down_bias=down_bias,
+        activation="gelu_tanh",
+        chunk_tokens=4,
+    )
+    inner = F.gelu(F.linear(x, gate, gate_bias), approximate="tanh") * F.linear(x, up, up_bias)
+    assert distance(gated, F.linear(inner, down, down_bias)) < 1e-12
+    two = two_layer_mlp(x, up, down, up_bias=up_bias, down_bias=down_bias, activation="relu")
+    assert distance(two, F.linear(F.relu(F.linear(x, up, up_bias)), down, down_bias)) < 1e-12
 
 
 class BodyError(Exception):
@@ -453,12 +322,17 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_no_tensor_is_larger_than_a_chunk_of_logits() -> None:
+def test_no_tensor_is_larger_than_a_chunk() -> None:
     hidden, weight, labels, _ = inputs(256, 8, 1000, torch.float32)
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     for loss, largest in ((functools.partial(linear_cross_entropy, chunk_tokens=16), 16_000), (plain, 256_000)):
         with LargestTensor() as seen:
             loss(*leaves, labels).backward()
+        assert seen.elements == largest
+    block, rows = Block(8, 500), torch.randn(256, 8, requires_grad=True)
+    for run, largest in ((lambda h: chunked_mlp(block, h, 16), 8_000), (block, 128_000)):
+        with LargestTensor() as seen:
+            run(rows).sum().backward()
         assert seen.elements == largest
 
 
@@ -500,77 +374,3 @@ def test_a_given_size_of_chunks_holds_on_any_device() -> None:
     assert products.rows == [500] * 6
     with pytest.raises(ValueError, match="chunk_logit_bytes is -1"):
         linear_cross_entropy(hidden, weight, labels, chunk_logit_bytes=-1)
-
-
-class Head(nn.Module):
-    """A head whose outcome is its loss."""
-
-    def __init__(self, width: int, vocabulary: int, chunk_tokens: int | None) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(vocabulary, width))
-        self.chunk_tokens = chunk_tokens
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        labels = torch.arange(hidden.shape[0]) * 7 % self.weight.shape[0]
-        if self.chunk_tokens is None:
-            return plain(hidden, self.weight, labels)
-        return linear_cross_entropy(hidden, self.weight, labels, chunk_tokens=self.chunk_tokens)
-
-
-class Mlp(nn.Module):
-    """A feed-forward block whose outcome is reduced to a number."""
-
-    def __init__(self, width: int, inner: int, chunk_tokens: int | None) -> None:
-        super().__init__()
-        self.block = Block(width, inner)
-        self.chunk_tokens = chunk_tokens
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.chunk_tokens is None:
-            mapped: torch.Tensor = self.block(hidden)
-        else:
-            mapped = chunked_mlp(self.block, hidden, self.chunk_tokens)
-        return mapped.square().sum()
-
-
-def train_on_device(layer: nn.Module, hidden: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """The peak of one forward and backward on a device that fills freed memory with NaN, and what came out."""
-    roundpipe.devices("virtual:1,memory=64MiB,debug")
-    pipe = RoundPipe(nn.Sequential(layer), model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    loss = pipe.forward_backward((hidden,), loss_fn=lambda outputs, _: outputs)
-    pipe.synchronize()
-    results = [loss]
-    for parameter in layer.parameters():
-        assert parameter.grad is not None
-        results.append(parameter.grad)
-    return roundpipe.devices().memory_report()[0]["peak_bytes"], results
-
-
-@pytest.mark.usefixtures("one_torch_thread")
-def test_a_head_on_a_device_holds_one_chunk_of_logits() -> None:
-    tokens, width, vocabulary, chunk = 512, 8, 2000, 32
-    torch.manual_seed(12)
-    hidden = torch.randn(tokens, width)
-    layers = [Head(width, vocabulary, chunk), Head(width, vocabulary, None)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    (ours_bytes, ours), (plain_bytes, expected) = (train_on_device(layer, hidden) for layer in layers)
-    assert all(distance(some, others) < 1e-5 for some, others in zip(ours, expected, strict=True))
-    logits_bytes = 4 * tokens * vocabulary
-    assert plain_bytes > 2 * logits_bytes
-    # Weight, its gradient, hidden and its gradient, some of them twice; and a chunk.
-    assert ours_bytes < 4 * chunk * vocabulary + 3 * 4 * (vocabulary + 2 * tokens) * width + 16384
-
-
-@pytest.mark.usefixtures("one_torch_thread")
-def test_a_chunked_block_on_a_device_holds_one_chunk_of_its_inner_part() -> None:
-    tokens, width, inner, chunk = 1024, 8, 512, 64
-    torch.manual_seed(13)
-    hidden = torch.randn(tokens, width)
-    layers = [Mlp(width, inner, chunk), Mlp(width, inner, None)]
-    layers[1].load_state_dict(layers[0].state_dict())
-    (ours_bytes, ours), (plain_bytes, expected) = (train_on_device(layer, hidden) for layer in layers)
-    assert all(distance(some, others) < 1e-5 for some, others in zip(ours, expected, strict=True))
-    inner_bytes = 4 * tokens * inner
-    assert plain_bytes > 3 * inner_bytes
-    # gate, up, their product, the activation, and gradients of these; and what is there anyway.
-    assert ours_bytes < 8 * inner_bytes * chunk // tokens + 3 * 4 * (3 * inner + 3 * tokens) * width + 16384

@@ -309,42 +309,6 @@ def test_writes_in_place_are_noticed() -> None:
     assert sums._version == 1
 
 
-def slope_along(
-    function: Callable[..., Any], inputs: list[torch.Tensor], number: int, direction: torch.Tensor, given: torch.Tensor
-) -> float:
-    """How the sum of the weighted results changes with one of the inputs."""
-    step = 1e-3
-    values = []
-    for by in (step, -step):
-        moved = [each + by * direction if place == number else each for place, each in enumerate(inputs)]
-        values.append(float((function(*moved).double() * given.double()).sum()))
-    return (values[0] - values[1]) / (2 * step)
-
-
-def test_gradients_by_finite_differences() -> None:
-    """Of random directions, in fp32: a difference of values knows nothing of the formulas of gradients."""
-    generator = torch.Generator().manual_seed(5)
-    x, y, weight = (numbers(generator, torch.float32, *shape) for shape in ((3, 4, 2, 8), (3, 4, 2, 8), (8,)))
-    cos, sin = (numbers(generator, torch.float32, 3, 4, 8) for _ in range(2))
-    cases: list[tuple[Callable[..., Any], list[torch.Tensor]]] = [
-        (lambda x, w: ops.rms_norm(x, w, 1e-6), [x, weight]),
-        (lambda x, y, w: sum(ops.add_rms_norm(x, y, w, 1e-6)), [x, y, weight]),
-        (lambda x: ops.rotary(x, cos, sin), [x]),
-        (ops.silu_gate, [x, y]),
-        (ops.silu_gate, [x]),
-        (lambda x: ops.clamped_gate(x, 1.7, 1.5), [x]),
-    ]
-    for function, inputs in cases:
-        leaves = [each.clone().requires_grad_() for each in inputs]
-        given = torch.randn(function(*inputs).shape, generator=generator)
-        found = torch.autograd.grad(function(*leaves), leaves, given)
-        for number, gradient in enumerate(found):
-            direction = torch.randn(gradient.shape, generator=generator)
-            slope = slope_along(function, inputs, number, direction, given)
-            scale = float(gradient.double().norm() * direction.double().norm())
-            assert abs(slope - float((gradient.double() * direction.double()).sum())) <= 5e-3 * scale
-
-
 def test_what_has_no_gradient_refuses_tensors_that_require_one() -> None:
     logits, labels = torch.randn(2, 5, requires_grad=True), torch.tensor([1, 2])
     for needing in (logits, logits * 2):
