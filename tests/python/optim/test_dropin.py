@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from roundpipe import _core, optim
 from sweeps import sweep
@@ -237,24 +231,6 @@ def test_lion_refuses_nonsense(flags: Flags) -> None:
         optim.Lion([torch.nn.Parameter(torch.zeros(2))], **flags)
 
 
-def test_lion_with_torch_operations_is_the_same() -> None:
-    torch.manual_seed(5)
-    values = [torch.randn(9), torch.randn(3, 4, dtype=torch.complex64)]
-    results = []
-    for as_double in (False, True):
-        params = [
-            torch.nn.Parameter((v.to(torch.complex128) if v.is_complex() else v.double()) if as_double else v.clone())
-            for v in values
-        ]
-        lion = optim.Lion(params, lr=0.01, weight_decay=0.1)
-        for step in range(10):
-            for p in params:
-                p.grad = torch.full_like(p, math.cos(step))
-            lion.step()
-        results.append([p.detach().to(v.dtype) for p, v in zip(params, values, strict=True)])
-    check_close(*results)
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_kernels_do_not_do_goes_to_torch(name: str) -> None:
     torch.manual_seed(6)
@@ -309,23 +285,6 @@ def test_sparse_gradients_as_torch(name: str) -> None:
         assert mine == other
     else:
         check_close(mine, other)
-
-
-def test_groups_and_a_schedule() -> None:
-    torch.manual_seed(7)
-    results = []
-    for module in (optim, torch.optim):
-        torch.manual_seed(8)
-        a, b = torch.nn.Parameter(torch.randn(10)), torch.nn.Parameter(torch.randn(4, 4))
-        optimizer = module.AdamW([{"params": [a], "weight_decay": 0.0, "lr": 0.1}, {"params": [b]}], lr=0.01)
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
-        for _ in range(15):
-            set_gradients([a, b])
-            optimizer.step()
-            schedule.step()
-        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-        results.append([a, b])
-    check_close(*results)
 
 
 def test_closure_and_hooks() -> None:
@@ -400,71 +359,6 @@ def test_a_scaler_works_with_ours() -> None:
         scaler.step(optimizer)
         scaler.update()
         assert torch.allclose(p, torch.full((3,), 0.899), atol=1e-4)
-
-
-@given(
-    shape=st.lists(st.integers(0, 9), max_size=4),
-    order=st.randoms(use_true_random=False),
-    name=st.sampled_from(NAMES),
-)
-def test_any_shape_in_any_order(shape: list[int], order: Any, name: str) -> None:
-    if name == "Adafactor" and math.prod(shape) == 0:
-        return  # torch's divides by the number of elements
-    dims = list(range(len(shape)))
-    order.shuffle(dims)
-    value = torch.randn(shape).permute(dims)
-    mine, other = torch.nn.Parameter(value.clone()), torch.nn.Parameter(value.clone())
-    ours, theirs = make(name, [mine], {}), make(name, [other], {}, ours=False)
-    for _ in range(3):
-        set_gradients([mine], [other])
-        ours.step()
-        theirs.step()
-    check_close([mine], [other])
-
-
-def test_threads_do_not_change_the_result() -> None:
-    before = _core.threads()
-    results = []
-    try:
-        for threads, pinned in ((1, False), (3, True)):
-            _core.set_threads(threads, pinned)
-            assert _core.threads() == threads
-            torch.manual_seed(10)
-            p = torch.nn.Parameter(torch.randn(300_000))
-            p.grad = torch.randn(300_000)
-            optim.AdamW([p]).step()
-            results.append(p.detach())
-    finally:
-        _core.set_threads(before, False)
-    assert torch.equal(*results)
-
-
-READ_SETTINGS = "from roundpipe import _core; print(_core.threads(), _core.instruction_set())"
-
-
-def run_with(environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", READ_SETTINGS], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-
-
-def test_environment_variables() -> None:
-    run = run_with({"ROUNDPIPE_OPTIM_THREADS": "3", "ROUNDPIPE_OPTIM_PIN": "1", "ROUNDPIPE_OPTIM_ISA": "baseline"})
-    assert run.stdout.split() == ["3", "baseline"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        *(("ROUNDPIPE_OPTIM_THREADS", value) for value in ("0", "-2", "two", "1.5", "99999999999999999999")),
-        ("ROUNDPIPE_OPTIM_PIN", "yes"),
-        ("ROUNDPIPE_OPTIM_ISA", "sse9"),
-    ],
-)
-def test_environment_variables_that_make_no_sense(variable: str, value: str) -> None:
-    run = run_with({variable: value})
-    assert run.returncode != 0
-    assert f"ValueError: [{variable}]" in run.stderr
 
 
 def test_constructors_refuse_what_torchs_refuse() -> None:

@@ -15,7 +15,6 @@ import roundpipe
 from programs import ProgramRunner
 from reference_loops import use_devices
 from roundpipe import RoundPipe
-from sweeps import mostly_long
 
 
 @pytest.fixture
@@ -188,32 +187,38 @@ def test_states_that_do_not_fit(pipe: RoundPipe, change: Callable[[dict[str, Any
     assert after["param_groups"] == saved["param_groups"]
 
 
-# The settings are the process's own, read when the first update is made: so each is tried in a process of its own.
-BAD_SETTINGS = """
+# The settings are the process's own, read when the first update is made: hence a process of its own.
+SETTINGS = """
 import os, sys, torch, roundpipe
 from torch import nn
-os.environ[sys.argv[1]] = sys.argv[2]
 roundpipe.devices("virtual:1")
 model = roundpipe.RoundPipe(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 model.forward_backward((torch.ones(4, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
-try:
-    roundpipe.optim.AdamW(model, gradients="float32")
-except ValueError as error:
-    print(error)
-del os.environ[sys.argv[1]]
+good = {"ROUNDPIPE_OPTIM_THREADS": "3", "ROUNDPIPE_OPTIM_PIN": "1", "ROUNDPIPE_OPTIM_ISA": "baseline"}
+for setting in sys.argv[1:]:
+    variable, value = setting.split("=")
+    os.environ |= good | {variable: value}
+    try:
+        roundpipe.optim.AdamW(model, gradients="float32")
+    except ValueError as error:
+        print(error)
+os.environ |= good
 before = model.state_dict()["0.weight"].clone()
 assert model[0].weight.grad is not None
 optimizer = roundpipe.optim.AdamW(model)
 assert float(model.step(optimizer, max_grad_norm=1.0)) > 0
 assert not torch.equal(model.state_dict()["0.weight"], before)
+assert (roundpipe._core.threads(), roundpipe._core.instruction_set()) == (3, "baseline")
 """
 
 
-@pytest.mark.parametrize("setting", mostly_long(["THREADS=auto", "PIN=yes", "ISA=sse9"], "ISA=sse9"))
-def test_settings_that_updates_cannot_be_made_with(setting: str, runner: ProgramRunner, tmp_path: Path) -> None:
+def test_settings_of_the_environment(runner: ProgramRunner, tmp_path: Path) -> None:
+    numbers = ("auto", "0", "-2", "1.5", "99999999999999999999")
+    bad = [*(f"THREADS={number}" for number in numbers), "PIN=yes", "ISA=sse9"]  # in the order in which they are read
+    bad = [f"ROUNDPIPE_OPTIM_{setting}" for setting in bad]
     program = tmp_path / "program.py"
-    program.write_text(BAD_SETTINGS)
-    variable, value = f"ROUNDPIPE_OPTIM_{setting}".split("=")
-    run = runner.run(program, variable, value)
+    program.write_text(SETTINGS)
+    run = runner.run(program, *bad)
     assert (run.returncode, run.stderr) == (0, "")
-    assert run.stdout.startswith(f"[{variable}] got ")
+    for said, setting in zip(run.stdout.splitlines(), bad, strict=True):
+        assert said.startswith(f"[{setting.split('=')[0]}] got ")

@@ -177,39 +177,20 @@ class FusedPair:
         )
         self.ours = make_ours(self.pipe)
 
-    def call(self, inputs: torch.Tensor, label: torch.Tensor, scaler: Any = None, factor: float = 1.0) -> None:
-        """One batch through both; the losses are the same bits. `factor` multiplies the loss."""
+    def call(self, inputs: torch.Tensor, label: torch.Tensor) -> None:
+        """One batch through both; the losses are the same bits."""
         seeds = seeds_of(self.pipe, self.pipe.calls, self.plain.microbatches)
+        loss = self.pipe.forward_backward((inputs,), label=label, loss_fn=squared_error)
+        assert_same(loss, self.plain.call(inputs, label, seeds), "loss")
 
-        def loss_fn(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            loss = squared_error(outputs, target) * factor
-            return loss if scaler is None else scaler.scale(loss)
-
-        loss = self.pipe.forward_backward((inputs,), label=label, loss_fn=loss_fn)
-        scale = 1.0 if scaler is None else float(scaler._losses.waiting_or_next())
-        assert_same(loss, self.plain.call(inputs, label, seeds, factor, scale), "loss")
-
-    def step(
-        self, is_async: bool, max_grad_norm: float | None = None, scaler: Any = None, schedulers: Any = None
-    ) -> roundpipe.Step:
-        """A step of both. `schedulers`: ours and theirs."""
-        step = self.pipe.step(
-            self.ours,
-            is_async,
-            max_grad_norm=max_grad_norm,
-            scaler=scaler,
-            lr_scheduler=None if schedulers is None else schedulers[0],
-        )
+    def step(self, is_async: bool, schedulers: Any = (None, None), max_grad_norm: float | None = None) -> None:
+        """A step of both, with the same norm. `schedulers`: ours and theirs."""
+        step = self.pipe.step(self.ours, is_async, max_grad_norm=max_grad_norm, lr_scheduler=schedulers[0])
+        norm, _ = self.plain.step(is_async, max_grad_norm)
         assert isinstance(step, roundpipe.Step)
-        norm, skipped = self.plain.step(is_async, max_grad_norm, None if scaler is None else self.scale_used)
-        if max_grad_norm is not None or scaler is not None:
-            assert step.skipped == skipped
-            assert skipped or float(step) == norm
-        if schedulers is not None:
+        assert max_grad_norm is None or float(step) == step.item() == step.grad_norm == norm
+        if schedulers[1] is not None:
             schedulers[1].step()
-        return step
-
-    scale_used = 1.0
 
     def compare(self) -> None:
         """Weights and masters, bit for bit; afterwards calls of both read the newest."""
