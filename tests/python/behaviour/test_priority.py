@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import ModelExecutePlan, RoundPipeRunConfig
 from roundpipe.plan.compare import predict
 from roundpipe.plan.costs import parse
 from roundpipe.plan.schedules import Request
@@ -19,32 +18,11 @@ from roundpipe.plan.schedules import Request
 sys.path[:0] = [str(Path(__file__).parents[3] / "bench")]
 from support import emulation  # noqa: E402
 
-MICROBATCHES = 4
-WEIGHT_BYTES = 400_000
-
 
 @pytest.fixture(autouse=True)
 def _own_devices() -> Iterator[None]:
     yield
     roundpipe.devices("virtual:2")
-
-
-class Watch(nn.Module):
-    """Notes how much the device has been sent by the time that each microbatch comes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-        self.seen: list[int] = []
-
-    def forward(self, value: torch.Tensor) -> torch.Tensor:
-        self.seen.append(uploaded_bytes())
-        return value * self.scale
-
-
-def uploaded_bytes() -> int:
-    uploaded: int = roundpipe.devices().transfer_report()[0]["uploaded_bytes"]
-    return uploaded
 
 
 def moved_bytes(direction: str, kind: str) -> int:
@@ -54,37 +32,6 @@ def moved_bytes(direction: str, kind: str) -> int:
         for use in device["classes"]
         if (use["direction"], use["kind"]) == (direction, kind)
     )
-
-
-def sent_before_the_last_microbatch(options: str) -> int:
-    """What one device is sent while a job runs whose next one has large weights."""
-    roundpipe.devices(f"virtual:1,link=0.001GB/s,{options}")
-    watch = Watch()
-    model = roundpipe.RoundPipe(nn.Sequential(watch, roundpipe.EmulatedLayer(0.1, 0.1, WEIGHT_BYTES)), name="watched")
-    plan = ModelExecutePlan()
-    plan.fwd_plan = [range(1), range(1, 2)]
-    config = RoundPipeRunConfig(num_microbatch=MICROBATCHES, execute_plan=plan)
-    batch = torch.arange(4.0 * MICROBATCHES).reshape(MICROBATCHES, 4)
-    with torch.no_grad():
-        # Until the engine knows that a layer draws no random numbers, it runs alone.
-        model(batch, roundpipe_run_config=config)
-        watch.seen.clear()
-        before = uploaded_bytes()
-        output = model(batch, roundpipe_run_config=config)
-    assert torch.equal(output, batch)
-    assert len(watch.seen) == MICROBATCHES
-    assert uploaded_bytes() - before >= WEIGHT_BYTES
-    return watch.seen[-1] - before
-
-
-def test_first_come_an_activation_waits_for_the_weights_asked_for_before() -> None:
-    # A machine that stops before the weights are asked for has the activations first, so it may try again.
-    assert any(sent_before_the_last_microbatch("chunk=0,fifo") >= WEIGHT_BYTES for _ in range(10))
-
-
-def test_an_urgent_activation_overtakes_weights_of_which_a_chunk_is_under_way() -> None:
-    # A machine that stops for as long as the weights take lets them through first, so it may try again.
-    assert any(sent_before_the_last_microbatch("chunk=4000B") < WEIGHT_BYTES for _ in range(10))
 
 
 @pytest.mark.parametrize("priorities", [False, True])

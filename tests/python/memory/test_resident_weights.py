@@ -5,8 +5,6 @@ Bits are those of plain PyTorch, and of a device without a cap, where nothing is
 
 from __future__ import annotations
 
-import copy
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,6 +17,7 @@ import roundpipe
 from gradients import gradients
 from robustness import pipe_of, squared_error
 from roundpipe import ModelExecutePlan, RoundPipe
+from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -136,8 +135,7 @@ def pool_of(name: str, memory: str) -> Any:
     return spec.split(";")
 
 
-@pytest.mark.parametrize("memory", ["", TIGHT, HALF, ROOMY])
-@pytest.mark.parametrize("pool", POOLS)
+@sweep("pool, memory", POOLS, ["", TIGHT, HALF, ROOMY], together=1)
 def test_bits_do_not_depend_on_what_is_resident(pool: str, memory: str) -> None:
     run = Trained(pool_of(pool, memory), STEPS)  # type: ignore[arg-type]
     losses, state = trained_plainly(STEPS)
@@ -155,57 +153,6 @@ def test_bits_do_not_depend_on_what_is_resident(pool: str, memory: str) -> None:
         assert run.uploaded[-1] == VISITS * ADAPTER
 
 
-@pytest.mark.parametrize(("memory", "layers"), [("", 0), (TIGHT, 0), (HALF, 3), (ROOMY, LAYERS)])
-def test_upload_by_room(memory: str, layers: int) -> None:
-    run = Trained(pool_of("one", memory), 4)  # type: ignore[arg-type]
-    assert resident() == [layers * BASE]
-    kept = set(run.uploaded[2:])
-    assert len(kept) == 1, "from the third step on, all steps are alike"
-    saved = VISITS * (BASE + ADAPTER) - kept.pop()
-    assert saved % BASE == 0
-    assert layers <= saved // BASE <= 2 * layers
-    if layers == LAYERS:
-        assert saved == VISITS * BASE
-    # The step that fills the copies uploads each once.
-    assert run.uploaded[1] == run.uploaded[2] + layers * BASE
-
-
-@pytest.mark.parametrize("layers", [0, 2, LAYERS])
-def test_the_spec_limits_what_stays(layers: int) -> None:
-    run = Trained(f"virtual:1,memory={ROOMY},resident={layers * BASE + 1}B,debug", 4)
-    assert resident() == [layers * BASE]
-    assert run.uploaded[0] == VISITS * (BASE + ADAPTER)
-    assert layers * BASE <= run.uploaded[0] - run.uploaded[-1] <= 2 * layers * BASE
-    (value, label), *_ = batches(1)
-    predicted = run.model.predict_memory((value,), label=label, loss_fn=squared_error)
-    assert predicted.device.resident == layers * BASE
-    check_same(run.state(), trained_plainly(4)[1])
-
-
-def test_a_block_that_all_layers_share_is_moved_for_each_of_them_where_nothing_may_stay() -> None:
-    network = chain()
-    for layer in list(network)[1:]:
-        assert isinstance(layer, Adapted)
-        layer.base = first_base(network, "0")
-    for resident_spec, blocks in (("resident=0,", VISITS), ("", 0)):
-        roundpipe.devices(f"virtual:1,memory={ROOMY},{resident_spec}debug")
-        model = pipe_of(copy.deepcopy(network), 2, execute_plan=stages())
-        optimizer = roundpipe.optim.SGD(model, lr=0.01)
-        for value, label in batches(4):
-            before = uploaded_weights()
-            model.forward_backward((value,), label=label, loss_fn=squared_error)
-            model.step(optimizer, is_async=False)
-            model.synchronize()
-        assert uploaded_weights() - before == VISITS * ADAPTER + blocks * BASE
-
-
-def test_a_device_stays_under_its_cap() -> None:
-    for memory in (TIGHT, HALF, "800KiB", "1MiB"):
-        Trained(pool_of("one", memory), 4)  # type: ignore[arg-type]
-        report = roundpipe.devices().memory_report()[0]
-        assert report["peak_bytes"] <= report["limit_bytes"]
-
-
 # --- Every way of writing a frozen weight ---
 
 
@@ -213,14 +160,6 @@ def first_base(network: nn.Module, layer: str = "1") -> nn.Linear:
     base = network.get_submodule(f"{layer}.base")
     assert isinstance(base, nn.Linear)
     return base
-
-
-def write_nothing(network: nn.Module) -> None:
-    """So that the others are known to be seen."""
-
-
-def through_data(network: nn.Module) -> None:
-    first_base(network).weight.data.mul_(0.5)
 
 
 def one_element_through_data(network: nn.Module) -> None:
@@ -236,19 +175,10 @@ def another_tensor(network: nn.Module) -> None:
     base.weight.data = base.weight.data * 1.5
 
 
-def in_place(network: nn.Module) -> None:
-    with torch.no_grad():
-        first_base(network).weight.copy_(first_base(network).weight.flip(0))
-
-
 def a_state(network: nn.Module) -> None:
     state = {name: value.clone() for name, value in network.state_dict().items()}
     state["1.base.weight"].add_(0.01)
     network.load_state_dict(state)
-
-
-def the_sign_of_all(network: nn.Module) -> None:
-    first_base(network).weight.data.neg_()
 
 
 def two_trade_places(network: nn.Module) -> None:
@@ -257,38 +187,14 @@ def two_trade_places(network: nn.Module) -> None:
     one.data, other.data = other.data, one.data
 
 
-def two_values_trade_places(network: nn.Module) -> None:
-    data = first_base(network).weight.data
-    data[0], data[64] = data[64].clone(), data[0].clone()
-
-
-def merge(network: nn.Module) -> None:
-    """As PEFT: the adapter is added to the base, and begins anew."""
-    with torch.no_grad():
-        for layer in range(LAYERS):
-            adapted: Any = network.get_submodule(str(layer))
-            adapted.base.weight.data += adapted.up.weight @ adapted.down.weight
-            adapted.up.weight.zero_()
-
-
-WAYS: dict[str, Callable[[nn.Module], None]] = {
-    way.__name__: way
-    for way in (
-        write_nothing,
-        through_data,
-        one_element_through_data,
-        one_bit_through_numpy,
-        another_tensor,
-        in_place,
-        a_state,
-        the_sign_of_all,
-        two_trade_places,
-        two_values_trade_places,
-        merge,
-    )
+# How many layers are uploaded again. load_state_dict() writes all parameters, if only one with other values.
+WAYS: dict[Callable[[nn.Module], None], int] = {
+    one_element_through_data: 1,
+    one_bit_through_numpy: 1,
+    another_tensor: 1,
+    a_state: LAYERS,
+    two_trade_places: 2,
 }
-# load_state_dict() writes all parameters, if only one with other values.
-CHANGED_LAYERS = {"write_nothing": 0, "merge": LAYERS, "two_trade_places": 2, "a_state": LAYERS}
 
 
 def losses_around(network: nn.Module, write: Callable[[nn.Module], None], uploads: list[int]) -> list[torch.Tensor]:
@@ -313,87 +219,19 @@ def losses_around(network: nn.Module, write: Callable[[nn.Module], None], upload
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_write_is_seen(way: str, devices: int) -> None:
-    roundpipe.devices(f"virtual:{devices},memory={ROOMY},debug")
+def test_a_write_is_seen(way: Callable[[nn.Module], None]) -> None:
+    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
     plain, model = chain(), pipe_of(chain(), 1)
     uploads: list[int] = []
-    mine = losses_around(model, WAYS[way], uploads)
-    expected = losses_around(plain, WAYS[way], [])
+    mine = losses_around(model, way, uploads)
+    expected = losses_around(plain, way, [])
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
     check_same({name: value.clone() for name, value in model.state_dict().items()}, dict(plain.state_dict()))
-    if devices == 1:
-        again = CHANGED_LAYERS.get(way, 1) * BASE
-        assert uploads[3] - uploads[2] == again, "only what has changed is uploaded again"
-        assert uploads[4] == uploads[5] == uploads[2] < LAYERS * BASE
-
-
-def test_training_the_base_for_a_while() -> None:
-    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
-
-    def losses_of(network: nn.Module) -> list[torch.Tensor]:
-        base = list(first_base(network).parameters())
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.01)
-        losses = []
-        for number, (value, label) in enumerate(batches(8)):
-            if isinstance(network, RoundPipe):
-                network.synchronize()
-            for parameter in base:
-                parameter.requires_grad_(number in (3, 4))
-            loss = squared_error(network(value), label)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
-        return losses
-
-    model = pipe_of(chain(), 1)
-    mine = losses_of(model)
-    model.synchronize()
-    assert resident() == [LAYERS * BASE]
-    assert all(torch.equal(a, b) for a, b in zip(mine, losses_of(chain()), strict=True))
-
-
-def test_a_write_between_forward_and_backward_of_another_call() -> None:
-    """The weights of evaluation, written to and back between calls."""
-    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
-    plain, model = chain(), pipe_of(chain(), 1)
-    for network in (plain, model):
-        network.outputs = []  # type: ignore[assignment]
-    found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for network in (plain, model):
-        mine = isinstance(network, RoundPipe)
-        for value, _ in batches(4):
-            with torch.no_grad():
-                found[mine].append(network(value).clone())
-                first_base(network).weight.data.mul_(2)
-                found[mine].append(network(value).clone())
-                first_base(network).weight.data.mul_(0.5)
-    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+    assert uploads[3] - uploads[2] == WAYS[way] * BASE, "only what has changed is uploaded again"
+    assert uploads[4] == uploads[5] == uploads[2] < LAYERS * BASE
 
 
 # --- Memory ---
-
-
-def test_copies_give_way_to_a_larger_batch() -> None:
-    run = Trained(f"virtual:1,memory={HALF},debug", 4, microbatches=1)
-    before = resident()[0]
-    assert before > 0
-    generator = torch.Generator().manual_seed(5)
-    value, label = torch.randn(2, 160, WIDTH, generator=generator)
-    run.step(value, label)  # takes more than the copies have left
-    assert resident()[0] < before
-    for value, label in batches(2):
-        run.step(value, label)
-
-    free = Trained("virtual:1,debug", 4, microbatches=1)
-    generator = torch.Generator().manual_seed(5)
-    value, label = torch.randn(2, 160, WIDTH, generator=generator)
-    free.step(value, label)
-    for value, label in batches(2):
-        free.step(value, label)
-    assert all(torch.equal(a, b) for a, b in zip(run.losses, free.losses, strict=True))
-    check_same(run.state(), free.state())
 
 
 def fits(memory: str, rows: int, warm: int) -> bool:
@@ -410,22 +248,11 @@ def fits(memory: str, rows: int, warm: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("memory", [HALF, "1MiB"])
-def test_what_fitted_without_copies_still_fits(memory: str) -> None:
+def test_what_fitted_without_copies_still_fits() -> None:
     """Nothing is resident in a first step."""
-    found = {rows: (fits(memory, rows, 0), fits(memory, rows, 3)) for rows in range(140, 300, 20)}
+    found = {rows: (fits(HALF, rows, 0), fits(HALF, rows, 3)) for rows in range(140, 300, 20)}
     assert all(without == with_copies for without, with_copies in found.values()), found
     assert {without for without, _ in found.values()} == {True, False}
-
-
-def test_copies_go_with_their_model() -> None:
-    run = Trained(f"virtual:1,memory={ROOMY},debug", 3)
-    assert resident() == [LAYERS * BASE]
-    del run
-    gc.collect()
-    assert resident() == [0]
-    held = roundpipe.devices().memory_report()[0]["current_bytes"]
-    assert held < LAYERS * BASE
 
 
 @pytest.mark.parametrize("memory", [HALF, "1MiB", ROOMY])
@@ -471,32 +298,7 @@ def test_two_models_share_the_room() -> None:
     check_same({name: value.clone() for name, value in gradients(models[1]).items()}, first)
 
 
-def test_a_model_that_trains_everything_has_none() -> None:
-    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
-    whole = chain()
-    whole.requires_grad_(True)
-    model = pipe_of(whole, 1)
-    for value, label in batches(3):
-        model.forward_backward((value,), label=label, loss_fn=squared_error)
-        model.synchronize()
-    assert resident() == [0]
-
-
 # --- Failures ---
-
-
-def test_a_failed_call_leaves_no_copy_in_doubt() -> None:
-    run = Trained(f"virtual:1,memory={ROOMY},debug", 3)
-    losses, _ = trained_plainly(3)
-    value, label = next(batches(1))
-    with pytest.raises(RuntimeError):
-        run.model.forward_backward((value,), label=label * float("nan"), loss_fn=squared_error)
-    run.model.synchronize()
-    for value, label in list(batches(5))[3:]:
-        run.step(value, label)
-    losses, state = trained_plainly(5)
-    assert all(torch.equal(a, b) for a, b in zip(run.losses, losses, strict=True))
-    check_same(run.state(), state)
 
 
 def test_a_device_that_fails_takes_its_copies_along() -> None:
