@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 from pathlib import Path
 from typing import Any
@@ -86,30 +85,6 @@ def test_almost_no_bubble(microbatches: int, mode: str, max_traffic: float, limi
         assert prediction.bubble_percent <= limit + (0.1 if best is not prediction.choice else 0), name
         if max_traffic:
             assert prediction.traffic_ratio <= max_traffic + 1e-9
-
-
-@pytest.mark.long
-def test_uneven_layers() -> None:
-    chance = random.Random(4)
-    bubbles = []
-    for _ in range(9):
-        layers = []
-        for _ in range(chance.choice([24, 28, 32])):
-            factor = chance.uniform(0.6, 1.4)
-            layers.append({"forward_ms": 18 * factor, "backward_ms": 40 * factor})
-        costs = parse(document(layers=layers, head={"forward_ms": 37, "backward_ms": 74}, hop_latency_ms=3), "uneven")
-        prediction = predict("roundpipe", Request(costs, costs.cluster(8), microbatches=16))
-        bubbles.append(prediction.bubble_percent)
-        greedy = predict("published", Request(costs, costs.cluster(8), microbatches=16))
-        assert prediction.step_ms <= greedy.step_ms * (1 + 1e-9)
-    assert sorted(bubbles)[4] <= 3
-
-
-def test_an_unequal_pool_is_used_to_the_sum_of_its_speeds() -> None:
-    devices = [{"count": 2}, {"count": 2, "speed": 0.5}]
-    costs = parse(document(layers=[{"count": 32, "forward_ms": 10, "backward_ms": 20}], devices=devices), "unequal")
-    request = Request(costs, costs.cluster(None), microbatches=16)
-    assert choose(request)[0].bubble <= 0.05
 
 
 # --- commands ---

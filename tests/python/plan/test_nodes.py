@@ -67,22 +67,6 @@ def test_a_fast_network_leaves_the_step_of_one_node(costs: str) -> None:
         assert entry["tokens_per_s"] == pytest.approx(1000 * rows)
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_slow_network_is_the_step(costs: str, mode: str) -> None:
-    one, *others = nodes_of(costs, "--mode", mode, "--nodes", "1,2,16", "--network", "1Gb/s", "--network-latency", "0")
-    for entry in others:
-        moved_ms = 2 * LAYERS * WEIGHTS * (1 - 1 / entry["nodes"]) / 125_000
-        assert entry["network_busy_ms"] == pytest.approx(moved_ms)
-        assert entry["limited_by"] == "network"
-        assert entry["efficiency_percent"] == pytest.approx(100 * one["step_ms"] / entry["step_ms"])
-        assert entry["exposed_ms"] == pytest.approx(entry["step_ms"] - one["step_ms"], rel=0.01)
-        if mode == "async":
-            assert entry["step_ms"] == pytest.approx(moved_ms, rel=0.01)
-        else:
-            # A gradient lands before its exchange, and the forward waits for the weights: part of the work is in turn.
-            assert moved_ms < entry["step_ms"] < moved_ms + WORK_MS
-
-
 def test_one_node_steps_as_without_nodes(costs: str) -> None:
     options = (costs, "--update-rate", "3", "--json")
     alone = json.loads(run(*options, "--links"))
@@ -106,14 +90,6 @@ def test_what_limits_the_step_is_named(costs: str) -> None:
     # Without clipping, the last layers' updates hide behind the backward.
     assert clipped[0]["unlimited_ms"]["clipping"] == pytest.approx(free[0]["step_ms"])
     assert "clipping" not in free[0]["unlimited_ms"]
-
-
-def test_only_what_trains_travels(tmp_path: Path) -> None:
-    frozen = written(tmp_path / "frozen.json", layer={"trainable": False})
-    adapters = written(tmp_path / "adapters.json", layer={"gradient_bytes": WEIGHTS // 100})
-    fast = ("--nodes", "2", "--network", "1GB/s", "--network-latency", "0")
-    assert nodes_of(frozen, *fast)[0]["network_busy_ms"] == 0
-    assert nodes_of(adapters, *fast)[0]["network_busy_ms"] == pytest.approx(2 * LAYERS * WEIGHTS / 100 / 2 / 1e6)
 
 
 def test_the_network_of_a_machine_file(costs: str, tmp_path: Path) -> None:
