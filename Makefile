@@ -206,11 +206,11 @@ test-mutants: build $(BUILD)/.with_tests $(VENV)/.test
 # optimizer against a plain loop. What only the engine decides (which plan, order or thread, what is refused) is the same
 # with any kernels and is left out: a third of the tests take a third of the time.
 NUMERIC := $(patsubst %,tests/python/%, \
-  $(addprefix behaviour/test_equality_chains.py::,test_frozen_layers test_low_rank_adapters test_branches_join) \
+  $(addprefix behaviour/test_equality.py::,test_trains_like_the_loop test_any_plan) \
+  behaviour/test_equality_chains.py::test_branches_join \
   behaviour/test_equality_layouts.py::test_bits_are_those_of_the_loop_wherever_stages_are_cut \
-  behaviour/test_equality_models.py::test_trains_like_the_loop \
   behaviour/test_equality_plans.py::test_compiled_layer behaviour/test_equality_steps.py::test_weights_of_16_bits \
-  behaviour/test_lora.py::test_bits_of_peft_alone behaviour/test_stress.py following/test_experts.py \
+  behaviour/test_lora.py::test_bits_of_peft_alone following/test_experts.py \
   following/test_language_model.py::test_bits_of_the_plain_model following/test_token_loss.py::test_in_chunks \
   $(patsubst %,native/test_%.py::test_bits_of_values_and_gradients,decoder_bits native_adapters native_experts) \
   $(addprefix ops/test_functional.py::,test_16_bits_are_no_worse_than_the_plain_head test_native_blocks \

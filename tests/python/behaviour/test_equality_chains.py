@@ -16,13 +16,10 @@ from reference_loops import (
     assert_same,
     assert_same_model,
     cut,
-    fused_loop,
     plan_of,
-    seeds_of,
     use_devices,
 )
-from roundpipe import RoundPipe, RoundPipeRunConfig, devices
-from sweeps import mostly_long
+from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
 @pytest.fixture(autouse=True, params=[1, 3])
@@ -244,51 +241,6 @@ def test_adversarial_training() -> None:
         check(d, judge, plain_judge, f"judge {step}")
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize(
-    "frozen", mostly_long([[0], [2], [4], [0, 2], [2, 4], [0, 1, 2]], [0], [2, 4], [0, 1, 2]), ids=str
-)
-def test_frozen_layers(frozen: list[int], fused: bool) -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-    for index in frozen:
-        model[index].requires_grad_(False)
-    for cuts in ([], [1, 2, 3, 4], [3]):
-        torch.manual_seed(BASE_SEED)
-        pair = Pair(copy.deepcopy(model), F.mse_loss)
-        config = RoundPipeRunConfig(execute_plan=plan_of(5, cuts, cuts, fused))
-        pair.train((data(7, 5),), label=data(7, 3), microbatches=3, fused=fused, config=config)
-
-
-class LowRank(nn.Module):
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.base = linear.requires_grad_(False)
-        self.down = nn.Parameter(torch.randn(2, linear.in_features) * 0.1)
-        self.up = nn.Parameter(torch.zeros(linear.out_features, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
-
-
-@pytest.mark.parametrize("grain", ["stage", "layer"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_low_rank_adapters(fused: bool, grain: Any) -> None:
-    embedding = nn.Embedding(11, 6).requires_grad_(False)
-    model = nn.Sequential(
-        embedding,
-        LowRank(nn.Linear(6, 6)),
-        nn.LayerNorm(6).requires_grad_(False),
-        LowRank(nn.Linear(6, 6)),
-        nn.Linear(6, 11, bias=False).requires_grad_(False),
-    )
-    model[4].weight = embedding.weight
-    pair = Pair(model, lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), "adamw")
-    tokens = torch.arange(28).view(7, 4) % 11
-    pair.train(
-        (tokens,), label=tokens, microbatches=3, fused=fused, steps=3, config=RoundPipeRunConfig(recompute_grain=grain)
-    )
-
-
 def test_everything_frozen_but_the_input() -> None:
     model = bottom().requires_grad_(False)
     (plain,) = plain_copies(model)
@@ -304,20 +256,6 @@ def test_everything_frozen_but_the_input() -> None:
         plain(part).sum().backward()
     assert_same(x.grad, first + plain_x.grad, "gradient of the input")
     check(pipe, model, plain)
-
-
-@pytest.mark.parametrize("calls", [2, 3])
-@pytest.mark.parametrize("fused", [True, False])
-def test_accumulates_over_calls(calls: int, fused: bool) -> None:
-    """The sum goes on over calls as over one long list of microbatches."""
-    embedding = nn.Embedding(11, 5)
-    model = nn.Sequential(
-        embedding, nn.Linear(5, 6), nn.Dropout(0.1) if fused else nn.Tanh(), nn.Linear(6, 5), nn.Linear(5, 11)
-    )
-    model[4].weight = embedding.weight
-    pair = Pair(model, lambda out, y: F.cross_entropy(out, y))
-    tokens = torch.arange(14) % 11
-    pair.train((tokens,), label=tokens, microbatches=3, fused=fused, calls=calls)
 
 
 def test_accumulates_over_calls_of_both_kinds_and_synchronize_between() -> None:
@@ -345,51 +283,6 @@ def test_accumulates_over_calls_of_both_kinds_and_synchronize_between() -> None:
     check(pipe, model, plain)
 
 
-def test_users_own_gradients_count() -> None:
-    """What the user does to `.grad` after synchronize() is where the next call goes on."""
-    model = bottom()
-    (plain,) = plain_copies(model)
-    pipe = RoundPipe(model)
-
-    def both() -> None:
-        pipe.forward_backward((data(4, 5),), loss_fn=lambda out, _: out.square().mean(), run_config=with_micro(1))
-        plain(data(4, 5)).square().mean().backward()
-
-    both()
-    pipe.synchronize()
-    for owner in (model, plain):
-        owner[0].weight.grad.mul_(0.25)
-        owner[0].bias.grad = None
-        owner[2].bias.grad = torch.full((6,), 3.0)
-    both()
-    check(pipe, model, plain)
-    pipe.zero_grad()
-    plain.zero_grad()
-    both()
-    check(pipe, model, plain)
-
-
-def test_retain_graph() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.Linear(6, 2))
-    (plain,) = plain_copies(model)
-    pipe = RoundPipe(model, name="pair", model_run_config=with_micro(1))
-    x, plain_x = data(6, 5).requires_grad_(), data(6, 5).requires_grad_()
-    seeds = seeds_of(pipe, 0, 1)[0]
-    out = pipe(x)
-    with torch.random.fork_rng(devices=[]):
-        value = plain_x
-        for layer, seed in zip(plain, seeds, strict=False):
-            torch.manual_seed(seed)
-            value = layer(value)
-    for factor in (1.0, 2.0, 3.0):
-        (out * factor).square().sum().backward(retain_graph=factor < 3)
-        (value * factor).square().sum().backward(retain_graph=factor < 3)
-        check(pipe, model, plain)
-        assert_same(x.grad, plain_x.grad, "x")
-    with pytest.raises(RuntimeError, match="retain_graph"):
-        out.sum().backward()
-
-
 def test_two_forwards_before_their_backwards() -> None:
     model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
     (plain,) = plain_copies(model)
@@ -399,29 +292,6 @@ def test_two_forwards_before_their_backwards() -> None:
         ours[index].square().sum().backward()
         theirs[index].square().sum().backward()
         check(pipe, model, plain)
-
-
-def test_backward_in_no_grad_and_inference_modes() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
-    (plain,) = plain_copies(model)
-    pipe = RoundPipe(model, model_run_config=with_micro(2))
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
-        with mode():
-            out = pipe(data(6, 5))
-            expected = torch.cat([plain(part) for part in cut(data(6, 5), 2)])
-        assert_same(out.detach(), expected.detach(), str(mode))
-        assert out.requires_grad == expected.requires_grad
-    check(pipe, model, plain)
-    model.eval()
-    plain.eval()
-    with torch.no_grad():
-        assert_same(pipe(data(6, 5)), torch.cat([plain(part) for part in cut(data(6, 5), 2)]), "eval")
-    check(pipe, model, plain)
-    pipe.train()
-    plain.train()
-    pipe.forward_backward((data(6, 5),), loss_fn=lambda out, _: out.square().sum())
-    fused_loop(list(plain), (data(6, 5),), {}, None, lambda out, _: out.square().sum(), [[0] * 4] * 2)
-    check(pipe, model, plain)
 
 
 def test_layers_may_be_changed_between_calls() -> None:
@@ -447,30 +317,6 @@ def test_layers_may_be_changed_between_calls() -> None:
             owner[2].num_batches_tracked.zero_()
             owner[0].bias.fill_(0.25)
     pair.train((x,), microbatches=1, steps=2)
-
-
-def test_pool_changes_under_a_model() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Linear(6, 2))
-    pair = Pair(model, lambda out, _: out.square().mean(), "adamw")
-    for count in (1, 4, 2):
-        devices(f"virtual:{count},debug")
-        pair.train((data(6, 5),), microbatches=2, steps=1, calls=2)
-
-
-def test_pool_changes_between_forward_and_backward() -> None:
-    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
-    (plain,) = plain_copies(model)
-    pipe = RoundPipe(model, model_run_config=with_micro(1))
-    ours, theirs = [], []
-    every = with_micro(1, execute_plan=plan_of(4, [1, 2, 3], [1, 2, 3], False))
-    for count in (8, 3, 1):
-        devices(f"virtual:{count},debug")
-        ours.append(pipe(data(6, 5) * count, roundpipe_run_config=every))
-        theirs.append(plain(data(6, 5) * count))
-    for out, expected in zip(ours, theirs, strict=True):
-        out.square().sum().backward()
-        expected.square().sum().backward()
-    check(pipe, model, plain)
 
 
 @pytest.mark.parametrize("cuts", [[], [1]], ids=str)

@@ -75,11 +75,6 @@ def write(value: Any) -> Any:
     return value
 
 
-def only_first(value: Any) -> Tensor:
-    first: Tensor = value[0]
-    return first
-
-
 WIDTH = 12
 # Layers between a linear layer and the end: each takes what the one before returned, the first (rows, WIDTH).
 CASES: dict[str, list[Callable[[Any], Any]]] = {
@@ -215,16 +210,6 @@ def test_any_plan_gives_the_bits_of_the_loop(
     torch.manual_seed(BASE_SEED)
     model = model_of(case, looks)
     train(model, (batch(7, 6),), forward_cuts=sorted(forward_cuts), backward_cuts=sorted(backward_cuts), **options)
-
-
-def test_every_cut_of_a_few_layers() -> None:
-    layers = len(model_of("handed through", looks=False))
-    grains = itertools.cycle(("stage", "layer"))
-    for count in range(layers):
-        for cut in itertools.combinations(range(1, layers), count):
-            torch.manual_seed(BASE_SEED)
-            model = model_of("handed through", looks=False)
-            train(model, (batch(7, 6),), grain=next(grains), backward_cuts=cut)  # type: ignore[arg-type]
 
 
 # --- the ends ---

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 import shutil
 from typing import Any
 
@@ -23,99 +22,7 @@ from reference_loops import (
     seeds_of,
     use_devices,
 )
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig
-
-
-class Adds(nn.Module):
-    """Adds to its input in place, and hands the input's mean on beside it."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(width))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.add_(self.bias), x.mean(1, keepdim=True).expand_as(x)
-
-
-class Joins(nn.Module):
-    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
-        return pair[0] - pair[1]
-
-
-def everything() -> nn.Sequential:
-    """Ten layers with what depends on order: tied weights, dropout, batch norm, in-place writes, frozen parts."""
-    torch.manual_seed(BASE_SEED)
-    embedding = nn.Embedding(11, 6)
-    shared = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2))
-    model = nn.Sequential(
-        embedding,
-        shared,
-        nn.BatchNorm1d(6),
-        Adds(6),
-        Joins(),
-        nn.Linear(6, 6).requires_grad_(False),
-        shared,
-        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
-        nn.LayerNorm(6),
-        nn.Linear(6, 11, bias=False),
-    )
-    model[9].weight = embedding.weight
-    torch.manual_seed(BASE_SEED)
-    return model
-
-
-def random_plan(chance: random.Random, layers: int, fused: bool) -> ModelExecutePlan:
-    def cuts() -> list[int]:
-        return sorted(chance.sample(range(1, layers), chance.randrange(layers)))
-
-    return plan_of(layers, cuts(), cuts(), fused)
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("fused", [True, False])
-def test_any_plan_on_any_number_of_devices(seed: int, fused: bool) -> None:
-    chance = random.Random(seed)
-    tokens = torch.arange(22) % 11
-    pair = Pair(everything(), F.cross_entropy, "adamw")
-    for _ in range(3):
-        use_devices(chance.choice([1, 2, 3, 4, 8]))
-        config = RoundPipeRunConfig(
-            execute_plan=random_plan(chance, 10, fused), recompute_grain=chance.choice(["stage", "layer"])
-        )
-        pair.train(
-            (tokens,),
-            label=tokens,
-            microbatches=chance.choice([1, 2, 3, 5]),
-            fused=fused,
-            steps=1,
-            calls=chance.choice([1, 2]),
-            config=config,
-        )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_inference_under_any_plan(seed: int) -> None:
-    chance = random.Random(seed)
-    model = everything()
-    plain = copy.deepcopy(model)
-    pipe = RoundPipe(model, name="pair")
-    tokens = torch.arange(22) % 11
-    for _ in range(4):
-        use_devices(chance.choice([1, 2, 3, 4, 8]))
-        count = chance.choice([1, 2, 3])
-        seeds = seeds_of(pipe, pipe.calls, count)
-        config = RoundPipeRunConfig(num_microbatch=count, execute_plan=random_plan(chance, 10, False))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            out = pipe(tokens, roundpipe_run_config=config)
-            expected = []
-            for part, seed_of in zip(cut(tokens, count), seeds, strict=True):
-                for layer, layer_seed in zip(plain, seed_of, strict=False):
-                    torch.manual_seed(layer_seed)
-                    part = layer(part)
-                expected.append(part)
-        assert_same(out, torch.cat(expected), "outputs")
-        pipe.synchronize()
-        assert_same_model(model, plain, "after inference")
+from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
 def test_outputs_are_returned_with_the_loss() -> None:
@@ -192,14 +99,6 @@ def test_autocast_forward_then_backward_outside() -> None:
     assert_same(out.detach(), expected.detach(), "outputs")
     pipe.synchronize()
     assert_same_model(model, plain, "gradients")
-
-
-def test_double_precision() -> None:
-    use_devices(3)
-    torch.manual_seed(BASE_SEED)
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
-    pair = Pair(model, F.mse_loss)
-    pair.train((torch.randn(7, 5).double(),), label=torch.randn(7, 3).double(), microbatches=3)
 
 
 def test_microbatches_of_a_split_function_and_many_of_them() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, devices
+from roundpipe import ModelExecutePlan, RoundPipe, RoundPipeRunConfig, _core, devices
 
 Seeds = list[list[int]]  # [microbatch][layer, the loss last]
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -336,6 +337,33 @@ def plan_of(layers: int, forward_cuts: Sequence[int], backward_cuts: Sequence[in
     plan.bwd_plan = list(reversed(stages(backward_cuts, layers)))
     plan.fwd_plan = stages(forward_cuts, plan.bwd_plan[0].start if fused else layers)
     return plan
+
+
+def shared_plan(layers: int, microbatches: int, groups: int, devices: int, *, fused: bool, seed: int = 0) -> _core.Plan:
+    """Random stages, each divided among random devices: anywhere on the way up, between groups on the way down."""
+    dice = random.Random(seed)
+    group = groups_of(microbatches, groups)
+    anywhere = list(range(1, microbatches))
+    ends = [m for m in anywhere if group[m] != group[m - 1]]
+
+    def stages(first: int, last: int) -> list[tuple[int, int]]:
+        edges = [first, *sorted(dice.sample(range(first + 1, last), dice.randrange(last - first))), last]
+        return list(itertools.pairwise(edges))
+
+    jobs: list[Any] = []
+
+    def add(phase: str, stage: tuple[int, int], at: list[int]) -> None:
+        for first, last in itertools.pairwise([0, *[end for end in at if dice.random() < 0.6], microbatches]):
+            jobs.append((phase, *stage, first, last, dice.randrange(devices), len(jobs) / 1000))
+
+    head = dice.randrange(1, layers) if fused else layers
+    for stage in stages(0, head):
+        add("forward", stage, anywhere)
+    if fused:
+        add("fused", (head, layers), ends)
+    for stage in reversed(stages(0, head)):
+        add("backward", stage, ends)
+    return _core.Plan(layers, microbatches, devices, 0, jobs)
 
 
 class Pair:

@@ -1,12 +1,11 @@
-"""What the robustness tests share: a slow reference loop, small models, and faults that can be switched on."""
+"""What the robustness tests share: small models, and faults that can be switched on."""
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import gc
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 import roundpipe
-from reference_loops import TiedGradients, grouped_gradients
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 PACKAGE_PARENT = Path(roundpipe.__file__).resolve().parents[1]
@@ -123,72 +121,6 @@ def sgd_step(model: Any, rate: float = 0.05) -> Callable[[], None]:
                 parameter.grad = None
 
     return step
-
-
-class ReferenceLoop:
-    """What a RoundPipe model computes, as a plain loop over microbatches and layers.
-
-    Args:
-        model: an `nn.Sequential`; copied.
-        seed_of: `(call, microbatch, layer)` -> the seed of that execution.
-        is_async: whether steps are published one step late.
-        groups: of gradients.
-    """
-
-    def __init__(
-        self, model: nn.Sequential, seed_of: Callable[[int, int, int], int], is_async: bool, groups: int = 1
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        self.seed_of = seed_of
-        self.is_async = is_async
-        self.groups = groups
-        self.calls = 0
-        self.masters = {id(p): p.detach().clone() for p in self.model.parameters()}
-        self.updated = False
-
-    def forward_backward(self, inputs: Sequence[Any], labels: Sequence[Any], loss_fn: Loss) -> torch.Tensor:
-        losses = []
-        tied = TiedGradients(self.model, self.groups, len(inputs))
-        grouped = grouped_gradients(list(self.model), self.groups, len(inputs), tied)
-        for microbatch, (value, label) in enumerate(zip(inputs, labels, strict=True)):
-            for index, layer in enumerate(self.model):
-                torch.manual_seed(self.seed_of(self.calls, microbatch, index))
-                value = tied.run(index, layer, value)
-            torch.manual_seed(self.seed_of(self.calls, microbatch, len(self.model)))
-            loss = loss_fn(value, label)
-            loss.backward()
-            losses.append(loss.detach())
-            for sums in filter(None, (tied, grouped)):
-                sums.collect(microbatch)
-        for sums in filter(None, (tied, grouped)):
-            sums.add()
-        self.calls += 1
-        return sum(losses[1:], losses[0])
-
-    def step(self, rate: float = 0.05) -> None:
-        if self.is_async and self.updated:
-            self.publish()
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                self.masters[id(parameter)].sub_(parameter.grad, alpha=rate)
-                parameter.grad = None
-        self.updated = True
-        if not self.is_async:
-            self.publish()
-
-    def publish(self) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(self.masters[id(parameter)])
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """As `state_of` a model after the same steps."""
-        self.publish()
-        state = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is not None:
-                state[f"{name}.grad"] = parameter.grad.clone()
-        return state
 
 
 def script_environment() -> dict[str, str]:

@@ -1,21 +1,28 @@
-"""Every kind of model trains in the pipeline as in a plain loop, bit for bit."""
+"""Equality as a table: every kind of model, under every kind of plan and option, has the bits of a plain loop.
+
+The rows are `CASES`, the columns `SETTINGS`; `make test` takes a few columns of each row, in turn, and `make test-all`
+every one. What neither lists is in the plans, devices and options that `test_any_plan` draws for the same rows.
+"""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from reference_loops import BASE_SEED, Pair, plan_of, use_devices
+from reference_loops import BASE_SEED, Pair, fused_loop, plan_of, shared_plan, use_devices
 from roundpipe import RoundPipeRunConfig
 
 
@@ -555,6 +562,90 @@ def mixed_dtypes() -> nn.Sequential:
     )
 
 
+class Adds(nn.Module):
+    """Adds to its input in place, and hands the input's mean on beside it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.add_(self.bias), x.mean(1, keepdim=True).expand_as(x)
+
+
+def everything() -> nn.Sequential:
+    """Ten layers with what depends on order: tied weights, dropout, batch norm, in-place writes, frozen parts."""
+    embedding = nn.Embedding(11, 6)
+    shared = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.2))
+    model = nn.Sequential(
+        embedding,
+        shared,
+        nn.BatchNorm1d(6),
+        Adds(6),
+        Lambda(lambda pair: pair[0] - pair[1]),
+        nn.Linear(6, 6).requires_grad_(False),
+        shared,
+        nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(inplace=True)),
+        nn.LayerNorm(6),
+        nn.Linear(6, 11, bias=False),
+    )
+    model[9].weight = embedding.weight
+    return model
+
+
+def three_sharers() -> nn.Sequential:
+    """Of one weight, of which two stand side by side, so that most plans have them in one job."""
+    embedding = nn.Embedding(11, 8)
+    embedding.weight.data = embedding.weight.clone()
+    back = nn.Sequential(nn.Softmax(dim=-1), nn.Linear(11, 8))
+    return nn.Sequential(embedding, nn.Linear(8, 8), nn.Tanh(), Tied(embedding.weight), back, Tied(embedding.weight))
+
+
+class LowRank(nn.Module):
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.base = linear.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, linear.in_features) * 0.1)
+        self.up = nn.Parameter(torch.zeros(linear.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + F.linear(F.linear(x, self.down), self.up)
+
+
+def adapters() -> nn.Sequential:
+    embedding = nn.Embedding(11, 6).requires_grad_(False)
+    model = nn.Sequential(
+        embedding,
+        LowRank(nn.Linear(6, 6)),
+        nn.LayerNorm(6).requires_grad_(False),
+        LowRank(nn.Linear(6, 6)),
+        nn.Linear(6, 11, bias=False).requires_grad_(False),
+    )
+    model[4].weight = embedding.weight
+    return model
+
+
+def frozen(*layers: int) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(5, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+    for layer in layers:
+        model[layer].requires_grad_(False)
+    return model
+
+
+def typed(dtype: torch.dtype) -> Case:
+    """Of several sharers of a weight, a dropout, and a layer that only some microbatches use."""
+
+    def build() -> nn.Sequential:
+        noisy = nn.Sequential(nn.Linear(5, 5), nn.Dropout(0.3))
+        ends = Tied(noisy[0].weight), nn.LayerNorm(5), nn.Linear(5, 3)
+        return nn.Sequential(nn.Linear(5, 5), noisy, Sometimes(), *ends).to(dtype)
+
+    def distance(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).float().square().sum()
+
+    return Case(build, lambda: (rows(9, 5)()[0].to(dtype),), distance, lambda: label(9, 3)().to(dtype))
+
+
 def cross_entropy(output: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, -2), target.flatten())
 
@@ -639,7 +730,21 @@ CASES = {
         square,
         label(7, 3),
     ),
+    "everything": Case(everything, tokens(22), F.cross_entropy, lambda: tokens(22)()[0]),
+    "three_sharers": Case(three_sharers, tokens(24), F.cross_entropy, lambda: tokens(24)()[0]),
+    "adapters": Case(adapters, tokens(7, 4), cross_entropy, lambda: tokens(7, 4)()[0]),
+    "frozen_first": Case(lambda: frozen(0), rows(7, 5), square, label(7, 3)),
+    "frozen_last": Case(lambda: frozen(2, 4), rows(7, 5), square, label(7, 3)),
+    "frozen_below": Case(lambda: frozen(0, 1, 2), rows(7, 5), square, label(7, 3)),
+    "double": typed(torch.float64),
+    "bfloat16": typed(torch.bfloat16),
+    "float16": typed(torch.float16),
 }
+
+
+# Models without a plan of shared stages: their first layer does not train, or is alone.
+UNSHARED = {"writes_batch", "odd_returns", "channels_last", "no_parameters_around", "one_layer"}
+UNSHARED |= {"adapters", "frozen_first", "frozen_below"}
 
 
 @dataclass(frozen=True)
@@ -647,31 +752,37 @@ class Setting:
     devices: int
     microbatches: int
     fused: bool
-    grain: str
-    cuts: str  # planner, one, every, forward (fine forward, coarse backward), backward (the opposite)
+    grain: Literal["stage", "layer"]
+    # Where stages are cut: as the planner does, nowhere, everywhere; "forward": finely forward, coarsely backward;
+    # "backward": the opposite; "shared": somewhere, and devices share the microbatches of each stage.
+    cuts: str
+    groups: int = 1
+    order: Literal["layer", "microbatch"] = "layer"
 
     def __str__(self) -> str:
         kind = "fused" if self.fused else "split"
-        return f"{self.devices}x{self.microbatches}-{kind}-{self.grain}-{self.cuts}"
+        return f"{self.devices}x{self.microbatches}-{kind}-{self.grain}-{self.cuts}-{self.groups}-{self.order}"
 
 
 SETTINGS = [
     Setting(1, 1, True, "stage", "planner"),
     Setting(1, 1, False, "layer", "one"),
     Setting(1, 3, True, "layer", "backward"),
-    Setting(2, 3, True, "stage", "forward"),
+    Setting(2, 3, True, "stage", "forward", order="microbatch"),
     Setting(2, 1, False, "stage", "backward"),
     Setting(3, 2, False, "layer", "forward"),
-    Setting(4, 3, True, "layer", "one"),
+    Setting(4, 3, True, "layer", "one", groups=2),
     Setting(8, 3, True, "stage", "every"),
-    Setting(8, 2, False, "stage", "every"),
-    Setting(3, 3, True, "layer", "planner"),
+    Setting(8, 2, False, "stage", "every", groups=2),
+    Setting(3, 3, True, "layer", "planner", groups=3),
+    Setting(4, 4, True, "stage", "shared", groups=3),
+    Setting(3, 4, False, "stage", "shared", groups=2, order="microbatch"),
 ]
 
 
-def plan_for(cuts: str, layers: int, fused: bool) -> Any:
-    every, halves = range(1, layers), [math.ceil(layers / 2)]
-    match cuts:
+def plan_for(setting: Setting, layers: int) -> Any:
+    every, halves, fused = range(1, layers), [math.ceil(layers / 2)], setting.fused
+    match setting.cuts:
         case "planner":
             return None
         case "one":
@@ -680,38 +791,73 @@ def plan_for(cuts: str, layers: int, fused: bool) -> Any:
             return plan_of(layers, every, every, fused)
         case "forward":
             return plan_of(layers, every, halves, fused)
-        case _:
+        case "backward":
             return plan_of(layers, halves, every, fused)
+        case _:
+            return shared_plan(layers, setting.microbatches, setting.groups, setting.devices, fused=fused)
 
 
 def pairs() -> Iterator[Any]:
     for row, (name, case) in enumerate(CASES.items()):
         for column, setting in enumerate(SETTINGS):
             # Outside of the pipeline a loss draws from the caller's own generator.
-            if setting.fused or case.mergeable:
-                # These three have both grains, fused and split, several devices and several microbatches, in any row.
-                quick = (column - row) % len(SETTINGS) in (0, 2, 4)
+            if (setting.fused or case.mergeable) and (setting.cuts != "shared" or name not in UNSHARED):
+                # These have both grains, fused and split, several devices and several microbatches, in any row.
+                quick = (column - row) % len(SETTINGS) in (0, 3, 6, 10)
                 marks = () if quick else pytest.mark.long
                 yield pytest.param(name, setting, id=f"{name}-{setting}", marks=marks)
 
 
-@pytest.mark.parametrize(("name", "setting"), list(pairs()))
-def test_trains_like_the_loop(name: str, setting: Setting) -> None:
+def train(name: str, setting: Setting, plan: Callable[[int], Any], calls: int = 1) -> None:
     case = CASES[name]
     use_devices(setting.devices)
     torch.manual_seed(BASE_SEED)
     model = case.build()
     torch.manual_seed(BASE_SEED)
-    pair = Pair(model, case.loss)
     config = RoundPipeRunConfig(
-        recompute_grain=setting.grain,  # type: ignore[arg-type]
-        execute_plan=plan_for(setting.cuts, len(model), setting.fused),
+        recompute_grain=setting.grain,
+        execute_plan=plan(len(model)),
+        gradient_groups=setting.groups,
+        tied_grad_accumulation=setting.order,
     )
-    pair.train(
-        case.args(),
-        case.kwargs(),
-        case.label(),
-        microbatches=setting.microbatches,
-        fused=setting.fused,
-        config=config,
-    )
+    arguments = case.args(), case.kwargs(), case.label()
+    options = {"microbatches": setting.microbatches, "fused": setting.fused, "calls": calls}
+    Pair(model, case.loss).train(*arguments, config=config, **options)
+
+
+@pytest.mark.parametrize(("name", "setting"), list(pairs()))
+def test_trains_like_the_loop(name: str, setting: Setting) -> None:
+    train(name, setting, lambda layers: plan_for(setting, layers))
+
+
+cuts = st.sets(st.integers(1, 9))
+settings_of_calls = st.builds(
+    Setting,
+    devices=st.sampled_from([1, 2, 3, 4, 8]),
+    microbatches=st.integers(1, 4),
+    fused=st.booleans(),
+    grain=st.sampled_from(["stage", "layer"]),
+    cuts=st.just("random"),
+    groups=st.integers(1, 3),
+    order=st.sampled_from(["layer", "microbatch"]),
+)
+
+
+@given(st.sampled_from(sorted(CASES)), settings_of_calls, cuts, cuts, st.integers(1, 2))
+def test_any_plan(name: str, setting: Setting, forward: set[int], backward: set[int], calls: int) -> None:
+    fused = setting.fused or not CASES[name].mergeable
+    setting = replace(setting, fused=fused)
+    train(name, setting, lambda layers: plan_of(layers, sorted(forward), sorted(backward), fused), calls)
+
+
+def test_the_rules_of_sums_differ() -> None:
+    """Otherwise the table would say nothing of groups and orders."""
+    case, ends = CASES["three_sharers"], []
+    for by_microbatch, groups in ((False, 1), (True, 1), (False, 3)):
+        torch.manual_seed(BASE_SEED)
+        model = case.build()
+        fused_loop(list(model), case.args(), {}, case.label(), case.loss, [[0] * 7] * 6, by_microbatch, groups)
+        ends.append(model[0].weight.grad)
+    for one, other in itertools.combinations(ends, 2):
+        torch.testing.assert_close(one, other)
+        assert not torch.equal(one, other)
