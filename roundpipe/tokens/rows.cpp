@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <numeric>
-#include <set>
 #include <stdexcept>
 #include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/tokens/packing.h>
 
 namespace roundpipe::tokens {
 
@@ -64,7 +64,14 @@ Rows::Rows(const TokenFile& file, const std::vector<int64_t>& documents, int64_t
     count_ = tokens_ / length;
     tokens_ = count_ * length;
   } else {
-    pack(kind == RowKind::kPadded);
+    if (kind == RowKind::kPacked) {
+      pack();
+    } else {
+      starts_.resize(pieces_.size());
+      std::iota(starts_.begin(), starts_.end(), int64_t{0});
+    }
+    count_ = static_cast<int64_t>(starts_.size());
+    starts_.push_back(static_cast<int64_t>(pieces_.size()));
   }
   if (count_ == 0) {
     throw std::invalid_argument(concat("[tokens] the documents of ", file.path(), " make no row of ", length,
@@ -74,40 +81,17 @@ Rows::Rows(const TokenFile& file, const std::vector<int64_t>& documents, int64_t
 
 Rows& Rows::operator=(Rows&& other) noexcept { return move_into(*this, std::move(other)); }
 
-void Rows::pack(bool one_each) {
-  // The longest first, each into the fullest row with room for it; then rows in the order of their first piece.
-  std::vector<std::vector<size_t>> rows;
-  std::vector<size_t> order(pieces_.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  if (!one_each) {
-    std::ranges::stable_sort(order, [&](size_t a, size_t b) { return pieces_[a].tokens > pieces_[b].tokens; });
-  }
-  std::set<std::pair<int64_t, size_t>> free;  // room and row
-  for (const size_t piece : order) {
-    const int64_t size = pieces_[piece].tokens;
-    const auto found = one_each ? free.end() : free.lower_bound({size, 0});
-    const bool fits = found != free.end();
-    const size_t row = fits ? found->second : rows.size();
-    const int64_t room = fits ? found->first : length_;
-    if (fits) {
-      free.erase(found);
-    } else {
-      rows.emplace_back();
-    }
-    rows[row].push_back(piece);
-    if (!one_each && room > size) free.emplace(room - size, row);
-  }
-  for (std::vector<size_t>& row : rows) std::ranges::sort(row);
-  std::ranges::sort(rows, {}, [](const std::vector<size_t>& row) { return row.front(); });
+void Rows::pack() {
+  std::vector<int64_t> lengths;
+  for (const Piece& piece : pieces_) lengths.push_back(piece.tokens);
+  const std::vector<std::vector<int64_t>> rows = assign_rows(lengths, length_);
   std::vector<Piece> ordered;
   ordered.reserve(pieces_.size());
-  for (const std::vector<size_t>& row : rows) {
+  for (const std::vector<int64_t>& row : rows) {
     starts_.push_back(static_cast<int64_t>(ordered.size()));
-    for (const size_t piece : row) ordered.push_back(pieces_[piece]);
+    for (const int64_t piece : row) ordered.push_back(pieces_[static_cast<size_t>(piece)]);
   }
-  starts_.push_back(static_cast<int64_t>(ordered.size()));
   pieces_ = std::move(ordered);
-  count_ = static_cast<int64_t>(rows.size());
 }
 
 std::vector<Piece> Rows::row(int64_t index) const {

@@ -49,7 +49,7 @@ class Rows {
   std::vector<Piece> row(int64_t index) const;
 
  private:
-  void pack(bool one_each);
+  void pack();
 
   int64_t length_;
   RowKind kind_;

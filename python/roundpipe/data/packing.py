@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
 
+from roundpipe import _core
 from roundpipe.data.samples import IGNORED, Sample, tokens_and_labels
 
 
@@ -52,39 +52,9 @@ def pack(
                 'sample, or give too_long="truncate" to keep its first tokens'
             )
         pairs.append((tokens[:length], labels[:length]))
-    rows = assign_rows([len(tokens) for tokens, _ in pairs], length)
+    rows = _core.assign_rows([len(tokens) for tokens, _ in pairs], length)
     longest = max((len(tokens) for tokens, _ in pairs), default=length)
     return [_row([pairs[index] for index in row], length, pad_token_id, longest) for row in rows]
-
-
-def assign_rows(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Assigns samples to rows by best fit decreasing: the longest first, each into the fullest row with room for it.
-
-    Args:
-        lengths: of the samples, each from 0 to `capacity`.
-        capacity: of a row.
-
-    Returns:
-        The numbers of each row's samples, ascending; rows are ordered by their first sample.
-
-    Raises:
-        ValueError: a length fits no row.
-    """
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # room and row, ascending
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        size = lengths[index]
-        if not 0 <= size <= capacity:
-            raise ValueError(f"[assign_rows] length {index} is {size}, expected 0 to {capacity}")
-        at = bisect.bisect_left(free, (size, -1))
-        if at == len(free):
-            rows.append([index])
-            room, row = capacity, len(rows) - 1
-        else:
-            room, row = free.pop(at)
-            rows[row].append(index)
-        bisect.insort(free, (room - size, row))
-    return sorted((sorted(row) for row in rows), key=lambda row: row[0])
 
 
 def _row(

@@ -14,7 +14,7 @@ from roundpipe.data.balance import BalancedSplit, balance, balanced_config, spli
 from roundpipe.data.batches import Batches, check_positions
 from roundpipe.data.collate import collate, count_label_tokens
 from roundpipe.data.microbatch import split_call, split_label
-from roundpipe.data.packing import assign_rows, pack
+from roundpipe.data.packing import pack
 from roundpipe.data.samples import IGNORED
 from tiny_chat import tiny_llama
 
@@ -52,22 +52,6 @@ def test_packing_keeps_every_sample_whole(lengths: list[int], pad: bool) -> None
     assert sorted(seen) == [sample["input_ids"] for sample in samples]
     predicted = sum(count_label_tokens(row["labels"]) for row in rows)
     assert predicted == sum(length - 1 for length in lengths)
-
-
-@given(lengths=LENGTHS)
-def test_rows_are_few_and_in_order(lengths: list[int]) -> None:
-    rows = assign_rows(lengths, 12)
-    assert sorted(itertools.chain(*rows)) == list(range(len(lengths)))
-    assert all(row == sorted(row) for row in rows) and [row[0] for row in rows] == sorted(row[0] for row in rows)
-    # Decreasing fits leave no two rows that would fit into one.
-    loads = sorted(sum(lengths[index] for index in row) for row in rows)
-    assert len(loads) < 2 or loads[0] + loads[1] > 12
-
-
-def test_best_fit_takes_the_fullest_row() -> None:
-    assert assign_rows([5, 7, 3, 5], 10) == [[0, 3], [1, 2]]
-    assert assign_rows([6, 5, 4, 5], 10) == [[0, 2], [1, 3]]
-    assert assign_rows([], 4) == []
 
 
 def test_packing_of_samples_that_are_too_long() -> None:
@@ -110,8 +94,6 @@ def test_malformed_options_are_refused() -> None:
     wrong: Any = "cut"
     with pytest.raises(ValueError, match="too_long is 'cut'"):
         pack([], 1, too_long=wrong)
-    with pytest.raises(ValueError, match="length 1 is 5, expected 0 to 4"):
-        assign_rows([1, 5], 4)
 
 
 # --- collating ---
