@@ -88,9 +88,10 @@ def by_command(config: TrainConfig, folder: Path) -> Taken:
     model, optimizer, schedule, data = parts(config, folder)
     clock = Clock()
     board = TensorBoard(folder / "events")
-    with Lines(folder / "metrics.jsonl") as lines, Screen(data.steps, 0, 1) as screen:
+    with Screen(data.steps, 0, 1) as screen:
         training = Training(config, model, optimizer, schedule, data, folder, RunNodes.alone())
-        training.run(All([Metrics(lines), board, screen, clock]), lambda: False)
+        metrics = Metrics(Lines(folder / "metrics.jsonl"))
+        training.run(All([metrics, board, screen, clock]), lambda: False)
     board.close()
     return clock.taken()
 

@@ -2,8 +2,8 @@
 
 python tools/training_options.py
 
-The table itself is in roundpipe/runs/training_options.cpp. `roundpipe train --help` reads the copy, so that it need not
-load the engine.
+The table itself is in roundpipe/command/training_options.cpp. `roundpipe train --help` reads the copy, so that it need
+not load the engine.
 """
 
 import json

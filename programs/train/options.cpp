@@ -8,23 +8,14 @@
 
 #include <CLI/CLI.hpp>
 
+#include <roundpipe/command/training_options.h>
 #include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runs/training_options.h>
 
 namespace roundpipe::train {
 
 namespace {
-
-using optim::Algorithm;
-
-const std::map<std::string, Algorithm>& algorithms() {
-  static const std::map<std::string, Algorithm> known = {
-      {"adam", Algorithm::kAdam}, {"adamw", Algorithm::kAdamW},         {"sgd", Algorithm::kSGD},
-      {"lion", Algorithm::kLion}, {"adafactor", Algorithm::kAdafactor}, {"rmsprop", Algorithm::kRMSprop}};
-  return known;
-}
 
 // The text of a value in a checkpoint.
 std::string text_of(const OptionValue& value) {
@@ -199,16 +190,7 @@ bool trains_adapters(const Options& options) { return roundpipe::trains_adapters
 
 int64_t tokens_of_step(const Options& options) { return roundpipe::tokens_of_step(values_of(options)); }
 
-UpdateRule update_rule(const Options& options) {
-  UpdateRule rule(algorithms().at(options.optimizer));
-  rule.options.lr = highest_learning_rate(values_of(options));
-  rule.options.weight_decay = options.weight_decay;
-  if (options.beta1) rule.options.beta1 = *options.beta1;
-  if (options.beta2) rule.options.beta2 = *options.beta2;
-  if (options.eps) rule.options.eps = *options.eps;
-  if (options.momentum) rule.options.momentum = *options.momentum;
-  return rule;
-}
+UpdateRule update_rule(const Options& options) { return roundpipe::update_rule(values_of(options)); }
 
 optim::MomentFormat moment_format(const Options& options) {
   return options.moments == "8bit" ? optim::MomentFormat::kBlockwise8Bit : optim::MomentFormat::kFloat32;

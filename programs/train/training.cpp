@@ -8,7 +8,6 @@
 #include <fstream>
 #include <iterator>
 #include <limits>
-#include <map>
 #include <memory>
 #include <stdexcept>
 #include <utility>
@@ -19,9 +18,13 @@
 #include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/command/step_lines.h>
+#include <roundpipe/command/step_record.h>
+#include <roundpipe/command/training_options.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/skipped_steps.h>
+#include <roundpipe/memory/host_room.h>
 #include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
@@ -29,7 +32,6 @@
 #include <roundpipe/runs/stored_checkpoint.h>
 
 #include "data.h"
-#include "metrics.h"
 #include "stop_signal.h"
 
 namespace roundpipe::train {
@@ -79,6 +81,17 @@ Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t s
   return optimizer;
 }
 
+OptionValues option_values(const FixedOptions& options) {
+  OptionValues values;
+  for (const auto& [flag, text] : options) values[flag.substr(2)] = text;
+  return values;
+}
+
+// With padding between documents of a row.
+int64_t tokens_of(const LanguageBatch& batch) {
+  return batch.attention_mask.defined() ? batch.attention_mask.sum().item<int64_t>() : batch.ids.numel();
+}
+
 // A launcher such as torchrun tells each of its processes how many there are.
 void require_one_process() {
   const char* const processes = std::getenv("WORLD_SIZE");
@@ -90,13 +103,9 @@ void require_one_process() {
 }
 
 // A step whose line is not written yet.
-struct StepLine {
-  int64_t step;
-  double loss;
-  double rate;
-  Clock::time_point begun, ended;
+struct UnloggedStep {
+  StepRecord record;
   Step made;
-  std::optional<double> scale;  // of the loss
 };
 
 // One run of the program.
@@ -132,9 +141,9 @@ class Training {
   std::optional<LanguageModel> model_;
   std::optional<Optimizer> optimizer_;
   SkippedSteps skipped_;
-  std::optional<Metrics> metrics_;
+  std::optional<StepLines> metrics_;
   int64_t step_ = 0;  // completed
-  std::optional<StepLine> unlogged_;
+  std::optional<UnloggedStep> unlogged_;
 };
 
 Training::Training(const Options& options)
@@ -214,18 +223,8 @@ void Training::check_fixed_in(StoredCheckpoint stored) const {
   const StateValue saved_options = saved(kFixed);
   for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
   update_fixed_options(before, options_);
-  const FixedOptions now = fixed_options(options_, data_.steps(), attention_);
-  FixedOptions all = before;
-  all.insert(now.begin(), now.end());
-  const auto shown = [](const auto& values, const std::string& name) {
-    const auto found = values.find(name);
-    return found == values.end() ? "not given" : found->second;
-  };
-  for (const auto& [name, value] : all) {
-    if (shown(now, name) == shown(before, name)) continue;
-    throw std::invalid_argument(concat("[train] ", name, " is ", shown(now, name), ", expected ", shown(before, name),
-                                       " as in ", stored.folder(), "; a training that goes on keeps its options"));
-  }
+  require_same_options(option_values(before), option_values(fixed_options(options_, data_.steps(), attention_)),
+                       stored.folder());
 }
 
 int Training::run() {
@@ -251,7 +250,7 @@ int Training::run() {
   optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
   resume();
   check_memory();
-  metrics_.emplace(options_.out, step_);
+  metrics_.emplace(checkpoint::join(options_.out, "metrics.jsonl"), step_);
   const int64_t first = step_;
   train_steps();
   if (const int signal = stop_->signal(); signal != 0 && step_ < data_.steps()) {
@@ -282,16 +281,18 @@ void Training::train_steps() {
   Clock::time_point begun = Clock::now();
   while (step_ < end && stop_->signal() == 0) {
     Model::Pending pending = model_->submit(batch, scaler_.get());
-    std::optional<double> scale;
-    if (scaler_) scale = scaler_->get_scale();
+    StepRecord record{.step = step_ + 1, .tokens = tokens_of(batch)};
+    if (scaler_) record.loss_scale = scaler_->get_scale();
     log();  // of the step before, while the devices work
     if (step_ + 1 < end) batch = data_.batch(step_ + 1);
-    const double loss = pending.finish().loss.item<double>() / scale.value_or(1);
-    const double rate = optimizer_->options().lr;
+    record.loss = pending.finish().loss.item<double>() / record.loss_scale.value_or(1);
+    record.learning_rate = optimizer_->options().lr;
     const Step made = model_->model().step(
         *optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip, .scaler = scaler_.get()});
     ++step_;
-    unlogged_ = StepLine{step_, loss, rate, std::exchange(begun, Clock::now()), begun, made, scale};
+    const Clock::time_point before = std::exchange(begun, Clock::now());
+    record.seconds = std::chrono::duration<double>(begun - before).count();
+    unlogged_ = {record, made};
     const bool last = step_ == end;
     const auto is_due = [&](std::optional<int64_t> every) { return every && step_ % *every == 0; };
     const bool is_evaluated = data_.held_out().has_value() && is_due(options_.evaluate_every);
@@ -307,23 +308,18 @@ void Training::train_steps() {
 
 void Training::log() {
   if (!unlogged_) return;
-  const StepLine line = *std::exchange(unlogged_, std::nullopt);
-  const double norm = line.made.grad_norm();
-  const double seconds = std::chrono::duration<double>(line.ended - line.begun).count();
-  std::vector<std::pair<std::string, double>> values = {
-      {"loss", line.loss}, {"grad_norm", norm}, {"learning_rate", line.rate}, {"seconds", seconds}};
-  std::string scaling;
-  if (line.scale) {
-    skipped_.add(line.step, line.made.skipped(), *line.scale);
-    values.emplace_back("loss_scale", *line.scale);
-    values.emplace_back("skipped_steps", static_cast<double>(skipped_.count()));
-    scaling = concat("  scale ", *line.scale, "  skipped ", skipped_.count());
+  auto [record, made] = *std::exchange(unlogged_, std::nullopt);
+  record.grad_norm = made.grad_norm();
+  if (record.loss_scale) {
+    skipped_.add(record.step, made.skipped(), *record.loss_scale);
+    record.skipped_steps = skipped_.count();
   }
-  metrics_->add(line.step, values);
-  if (line.step % options_.log_every != 0 && line.step != data_.steps()) return;
-  const double tokens = static_cast<double>(data_.rows_of_a_step() * options_.length);
-  std::printf("step %lld/%lld  loss %.4f  norm %.3g  rate %.3g  %.0f tokens/s%s\n", static_cast<long long>(line.step),
-              static_cast<long long>(data_.steps()), line.loss, norm, line.rate, tokens / seconds, scaling.c_str());
+  for (const DeviceInfo& device : devices()) record.device_bytes = std::max(record.device_bytes, device.peak_bytes);
+  record.host_bytes = memory::resident_bytes();
+  metrics_->add(metrics_line(record.step, record.metrics()));
+  if (record.step % options_.log_every != 0 && record.step != data_.steps()) return;
+  std::printf("step %lld/%lld  %s\n", static_cast<long long>(record.step), static_cast<long long>(data_.steps()),
+              record.text().c_str());
   std::fflush(stdout);
 }
 
@@ -347,10 +343,9 @@ void Training::evaluate(int64_t step) {
     sum += loss.mean * static_cast<double>(loss.counted);
     counted += loss.counted;
   }
-  const double mean = sum / static_cast<double>(counted);
-  metrics_->add(step, {{"evaluation_loss", mean}, {"evaluation_tokens", static_cast<double>(counted)}});
-  std::printf("step %lld  held-out loss %.4f over %lld tokens\n", static_cast<long long>(step), mean,
-              static_cast<long long>(counted));
+  const EvaluationRecord record{step, sum / static_cast<double>(counted), counted};
+  metrics_->add(metrics_line(step, record.metrics()));
+  std::printf("%s\n", record.text().c_str());
   std::fflush(stdout);
 }
 

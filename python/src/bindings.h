@@ -30,6 +30,7 @@ void bind_saving(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
 void bind_state_values(pybind11::module_& module);
 void bind_stored_checkpoint(pybind11::module_& module);
+void bind_step_records(pybind11::module_& module);
 void bind_tokens(pybind11::module_& module);
 void bind_training_options(pybind11::module_& module);
 

@@ -175,6 +175,7 @@ void bind_memory(py::module_& module) {
   bind_memory_simulator(module);
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("free_host_bytes", &memory::free_host_bytes);
+  module.def("resident_bytes", &memory::resident_bytes);
   module.def("is_mapped", &memory::is_mapped, py::arg("tensor"));
   ValueClass<memory::HostArenaStats>(module, "HostArenaStats")
       .attribute("asked_bytes", &memory::HostArenaStats::asked_bytes)

@@ -21,6 +21,12 @@ int64_t free_host_bytes() {
   return int64_t{sysconf(_SC_AVPHYS_PAGES)} * sysconf(_SC_PAGESIZE);
 }
 
+int64_t resident_bytes() {
+  std::ifstream pages("/proc/self/statm");
+  int64_t all = 0, resident = 0;
+  return pages >> all >> resident ? resident * sysconf(_SC_PAGESIZE) : 0;
+}
+
 int64_t room_for_values() {
   constexpr int64_t kReserve = 20;
   int64_t bytes = free_host_bytes();

@@ -175,7 +175,7 @@ def _prove(config: TrainConfig, batches: list[Tensor]) -> tuple[proof.Room, list
     device = torch.device(pool.torch_devices[0])
     llama = _loaded(Path(config.out) / UNTRAINED_FOLDER).train()
     rule = {
-        "lr": config.highest_rate,
+        "lr": config.rule_options["lr"],
         "betas": (config.beta1, config.beta2),
         "weight_decay": config.weight_decay,
     }

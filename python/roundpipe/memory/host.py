@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from roundpipe import _core
@@ -81,15 +80,6 @@ def host_arena() -> HostArena:
     when nothing uses it any more; memory of steps returns when a model is gone or memory runs short."""
     stats = _core.host_arena()
     return HostArena(stats.asked_bytes, stats.reserved_bytes, stats.locked_bytes, stats.pieces)
-
-
-def resident_bytes() -> int:
-    """The memory that this process has; 0 where the system does not say."""
-    try:
-        with open("/proc/self/statm") as numbers:
-            return int(numbers.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return 0
 
 
 def free_host_bytes() -> int:

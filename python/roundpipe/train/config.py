@@ -204,11 +204,11 @@ class TrainConfig:
         return self.rows == "packed"
 
     @property
-    def highest_rate(self) -> float:
-        """The learning rate after the warm-up."""
+    def rule_options(self) -> dict[str, float]:
+        """The hyperparameters of the update rule; what is not set is its own default."""
         from roundpipe import _core
 
-        return _core.highest_learning_rate(self._shared_values())
+        return _core.rule_options(self._shared_values())
 
     def rate_factor(self, steps: int) -> Callable[[int], float]:
         """Maps a step of a run of so many, counted from 0, to its part of the highest learning rate.

@@ -8,7 +8,6 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -54,11 +53,6 @@ def written_config(config: TrainConfig) -> str:
         unset = value is None or value == ""
         lines.append(f"# {field.name} =" if unset else f"{field.name} = {_toml(value)}")
     return "\n".join(lines) + "\n"
-
-
-def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The names whose values differ."""
-    return [name for name, value in now.items() if name not in before or before[name] != value]
 
 
 def _toml(value: Any) -> str:

@@ -9,83 +9,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.call.loss_function import ScaledOutputs, outputs_as_loss
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_sum
-from roundpipe.memory.host import resident_bytes
 from roundpipe.step.fused_optimizer import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
 from roundpipe.train.loss_scaling import LossScaling
 from roundpipe.train.nodes import RunNodes
 
-
-@dataclass(frozen=True)
-class StepRecord:
-    """A completed step. Of several nodes, tokens and loss are those of all, and the last three values of this one.
-
-    Attributes:
-        tokens: in its batch, with padding between samples of a row.
-        busy: share of the latest steps' time in which the devices computed, from 0 to 1; None: not measured yet.
-        device_bytes: most memory that any device has had in use.
-        host_bytes: of the process, now.
-        loss_scale: by which its loss was multiplied, of which `loss` shows nothing; None: no weights are in float16.
-        skipped_steps: how many steps of the run, up to this one, changed nothing, as a gradient was inf or NaN.
-    """
-
-    step: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    seconds: float
-    tokens: int
-    busy: float | None = None
-    device_bytes: int = 0
-    host_bytes: int = 0
-    loss_scale: float | None = None
-    skipped_steps: int = 0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Its throughput."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    def metrics(self) -> dict[str, Any]:
-        """Its line in metrics.jsonl, under the names of the C++ program."""
-        return {
-            "loss": self.loss,
-            "grad_norm": self.grad_norm,
-            "learning_rate": self.learning_rate,
-            "seconds": self.seconds,
-            "tokens": self.tokens,
-            "devices_busy": self.busy,
-            "device_bytes": self.device_bytes,
-            "host_bytes": self.host_bytes,
-        } | self._scaling()
-
-    def _scaling(self) -> dict[str, Any]:
-        if self.loss_scale is None:
-            return {}
-        return {"loss_scale": self.loss_scale, "skipped_steps": self.skipped_steps}
-
-
-@dataclass(frozen=True)
-class EvaluationRecord:
-    """An evaluation after `step` steps: the mean loss of the held-out tokens that count."""
-
-    step: int
-    loss: float
-    tokens: int
-
-    def metrics(self) -> dict[str, Any]:
-        """Its line in metrics.jsonl, under the names of the C++ program."""
-        return {"evaluation_loss": self.loss, "evaluation_tokens": self.tokens}
+StepRecord: TypeAlias = _core.StepRecord
+EvaluationRecord: TypeAlias = _core.EvaluationRecord
 
 
 class Observer(Protocol):
@@ -248,7 +189,7 @@ class Training:
             begun.tokens,
             self._model.busy_share(),
             max(device["peak_bytes"] for device in roundpipe.devices().memory_report()),
-            resident_bytes(),
+            _core.resident_bytes(),
             begun.scale,
             skipped,
         )

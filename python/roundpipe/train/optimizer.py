@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -25,24 +24,11 @@ _RULES: dict[str, type[ForModel]] = {
 
 def make_optimizer(model: RoundPipe, config: TrainConfig) -> Any:
     """The optimizer of a model. Norms and biases have no weight decay; what is not set is the update rule's default."""
-    values: dict[str, Any] = {"lr": config.highest_rate, "weight_decay": config.weight_decay}
-    rule = _RULES[config.optimizer]
-    betas = _betas(rule, config)
-    if betas is not None:
-        values["betas"] = betas
-    for name in ("eps", "momentum"):
-        if getattr(config, name) is not None:
-            values[name] = getattr(config, name)
+    options: dict[str, Any] = dict(config.rule_options)
+    if "beta1" in options:
+        options["betas"] = (options.pop("beta1"), options.pop("beta2"))
     moments: Moments = "8bit" if config.moments == "8bit" else "float32"
-    return rule(model, decay_norms_and_biases=False, moments=moments, **values)
-
-
-def _betas(rule: type[ForModel], config: TrainConfig) -> tuple[float, float] | None:
-    if config.beta1 is None and config.beta2 is None:
-        return None
-    default = inspect.signature(rule).parameters["betas"].default
-    given = (config.beta1, config.beta2)
-    return tuple(mine if one is None else one for one, mine in zip(given, default, strict=True))  # type: ignore[return-value]
+    return _RULES[config.optimizer](model, decay_norms_and_biases=False, moments=moments, **options)
 
 
 def make_schedule(optimizer: Any, config: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:

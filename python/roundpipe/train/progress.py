@@ -56,16 +56,7 @@ class Screen:
     def on_step(self, record: StepRecord) -> None:
         self._seconds.append(record.seconds)
         left_s = statistics.median(self._seconds) * (self._steps - record.step)
-        text = (
-            f"loss {record.loss:.4f}  norm {record.grad_norm:.3g}  rate {record.learning_rate:.3g}  "
-            f"{record.tokens_per_s:,.0f} tokens/s"
-        )
-        if record.busy is not None:
-            text += f"  devices {record.busy:.0%} busy"
-        if record.loss_scale is not None:
-            text += f"  scale {record.loss_scale:g}  skipped {record.skipped_steps}"
-        text += f"  {record.device_bytes / 1e9:.2f} GB a device, {record.host_bytes / 1e9:.2f} GB host"
-        text += f"  {duration(left_s)} left"
+        text = f"{record.text()}  {duration(left_s)} left"
         if self._is_live:
             self._bar.update(self._task, completed=record.step, description=text + self._held_out)
         elif record.step % self._log_every == 0 or record.step == self._steps:
@@ -73,7 +64,7 @@ class Screen:
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
         self._held_out = f"  held out {record.loss:.4f}"
-        self.say(f"after {record.step} steps: held-out loss {record.loss:.4f}")
+        self.say(record.text())
 
     def __enter__(self) -> Screen:
         self._bar.start()

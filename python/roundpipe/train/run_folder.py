@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.files import write_text
-from roundpipe.train.config import TrainConfig, refused
-from roundpipe.train.config_file import changed_values, read_config, written_config
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.config_file import read_config, written_config
 from roundpipe.train.nodes import RunNodes
 
 CONFIG_FILE = "config.toml"
@@ -124,8 +125,4 @@ class RunFolder:
         if not stored.exists() or not self._has_begun():
             return
         before = TrainConfig(**read_config(stored)).fixed()
-        now = self._config.fixed()
-        for name in changed_values(before, now):
-            raise refused(
-                name, now[name], f"{before.get(name)} as in the run in {self.path}, which --resume goes on with"
-            )
+        _core.require_same_options(before, self._config.fixed(), f"the run in {self.path}")

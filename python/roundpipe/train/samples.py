@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -75,7 +76,8 @@ class Samples:
             for index, prompt in enumerate(self._prompts):
                 text = self._written(prompt)
                 asked = self._tokenizer.decode(prompt.tokens)
-                self._lines.write(record.step, {"prompt": asked, "text": text, "expected": prompt.expected})
+                line = {"step": record.step, "prompt": asked, "text": text, "expected": prompt.expected}
+                self._lines.add(json.dumps(line))
                 if index == 0:
                     self._say(f"  it writes: {_shortened(asked, end=True)!r} -> {_shortened(text)!r}")
 

@@ -110,8 +110,8 @@ def _train(
             screen = Screen(data.steps, step, config.log_every)
             if step:
                 screen.say(f"going on after step {step} of {data.steps}")
-            metrics = open_files.enter_context(Lines(folder.path / METRICS_FILE, step))
-            samples = open_files.enter_context(Lines(folder.path / SAMPLES_FILE, step))
+            metrics = Lines(folder.path / METRICS_FILE, step)
+            samples = Lines(folder.path / SAMPLES_FILE, step)
             observers: list[Observer] = [Metrics(metrics), screen]
             observers += _trackers(config, folder, open_files, step)
             prompts = make_prompts(config, tokenizer, data.held_out_samples)

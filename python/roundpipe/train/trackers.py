@@ -36,10 +36,10 @@ class Metrics:
         self._lines = lines
 
     def on_step(self, record: StepRecord) -> None:
-        self._lines.write(record.step, record.metrics())
+        self._lines.add(record.line())
 
     def on_evaluation(self, record: EvaluationRecord) -> None:
-        self._lines.write(record.step, record.metrics())
+        self._lines.add(record.line())
 
 
 class TensorBoard:

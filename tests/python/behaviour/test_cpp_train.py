@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from language_program import make_folder
+from metric_lines import metric_lines, repeatable_lines
 from roundpipe.data.packing import pack
 from sweeps import mostly_long, sweep
 from token_files import write_tokens
@@ -77,10 +77,6 @@ def train(command: Callable[..., list[str]]) -> Train:
     return run
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model" / "model.safetensors")
 
@@ -97,7 +93,7 @@ def test_it_is_the_loop_of_plain_torch(train: Train, model: Path, tmp_path: Path
     ]
     groups = [{"params": part, "weight_decay": decay} for part, decay in zip(parts, (0.1, 0.0), strict=True)]
     optimizer = torch.optim.AdamW(groups)
-    lines = metrics(tmp_path / "run")
+    lines = metric_lines(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, len(rows) + 1))
     for step, line in enumerate(lines):
         rate = 0.01 * min(1.0, (step + 1) / 2)
@@ -142,7 +138,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
         if line.startswith("step 10/"):
             process.send_signal(signal.SIGTERM)
     assert process.wait() == 0  # preemption is no failure
-    stopped = metrics(tmp_path / "run")[-1]["step"]
+    stopped = metric_lines(tmp_path / "run")[-1]["step"]
     assert 10 <= stopped < 40 and not (tmp_path / "run" / "model").exists()
     assert (tmp_path / "run" / f"step-{stopped}" / "config.json").exists()
 
@@ -155,11 +151,8 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     whole, again = weights(tmp_path / "whole"), weights(tmp_path / "run")
     assert whole.keys() == again.keys() and all(torch.equal(whole[name], again[name]) for name in whole)
 
-    def without_times(folder: str) -> list[dict[str, Any]]:
-        return [{name: line[name] for name in line if name != "seconds"} for line in metrics(tmp_path / folder)]
-
-    assert without_times("whole") == without_times("run")
-    evaluated = [line["step"] for line in metrics(tmp_path / "run") if "evaluation_loss" in line]
+    assert repeatable_lines(tmp_path / "whole") == repeatable_lines(tmp_path / "run")
+    evaluated = [line["step"] for line in metric_lines(tmp_path / "run") if "evaluation_loss" in line]
     assert evaluated == [8, 16, 24, 32, 40]
 
 
@@ -181,7 +174,7 @@ def test_a_run_that_is_resumed_settles_at_the_same_steps(
         done = train(**options, steps=8, out=tmp_path / name, resume=True)
         assert done.returncode == 0, done.stdout + done.stderr
         expected, found = (
-            {line["step"]: line["loss"] for line in metrics(tmp_path / each) if "loss" in line}
+            {line["step"]: line["loss"] for line in metric_lines(tmp_path / each) if "loss" in line}
             for each in ("whole", name)
         )
         assert found == {step: loss for step, loss in expected.items() if step in found} and len(found) >= 5
@@ -224,7 +217,7 @@ def test_rows_of_each_kind_and_every_optimizer_train(train: Train, tmp_path: Pat
     ):
         done = train(**options, steps=3, out=tmp_path / str(number))
         assert done.returncode == 0, done.stdout + done.stderr
-        assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in metrics(tmp_path / str(number)))
+        assert all(line["loss"] > 0 and line["grad_norm"] > 0 for line in metric_lines(tmp_path / str(number)))
 
 
 def test_adapters_go_on_with_the_same_bits(train: Train, model: Path, tmp_path: Path) -> None:

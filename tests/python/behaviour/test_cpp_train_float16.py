@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from metric_lines import repeatable_lines
 from roundpipe import _core
 from token_files import write_tokens
 
@@ -61,22 +61,17 @@ def train(place: Path, tmp_path: Path) -> Train:
     return run
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
-
-
 def test_a_run_scales_its_losses(train: Train, tmp_path: Path) -> None:
     done = train("quiet")
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = metrics(tmp_path / "run")
+    lines = repeatable_lines(tmp_path / "run")
     assert [(line["loss_scale"], line["skipped_steps"]) for line in lines] == [(65536, 0)] * STEPS
     assert 3 < lines[0]["loss"] < 5, "the loss of guessing is ln 50"
-    assert "tokens/s  scale 65536  skipped 0\n" in done.stdout
+    assert "tokens/s  scale 65536  skipped 0  " in done.stdout
     trained = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
     assert trained.dtype == torch.float16
     assert train("quiet", dtype="float32", out=tmp_path / "other").returncode == 0
-    assert "loss_scale" not in metrics(tmp_path / "other")[0]
+    assert "loss_scale" not in repeatable_lines(tmp_path / "other")[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"asynchronous": True, "lora": True, "lora_dropout": 0.2}], ids=str)
@@ -84,7 +79,7 @@ def test_a_run_goes_on_with_the_same_bits(more: dict[str, Any], train: Train, tm
     whole, part = tmp_path / "whole", tmp_path / "part"
     done = train(**more, save_every=1, keep=STEPS, out=whole)
     assert done.returncode == 0, done.stdout + done.stderr
-    skipped = [line["skipped_steps"] for line in metrics(whole)]
+    skipped = [line["skipped_steps"] for line in repeatable_lines(whole)]
     assert 0 < skipped[1] <= skipped[-1] < STEPS
     for step in (1, STEPS - 2):
         shutil.rmtree(part, ignore_errors=True)
@@ -92,7 +87,7 @@ def test_a_run_goes_on_with_the_same_bits(more: dict[str, Any], train: Train, tm
         shutil.copytree(whole / f"step-{step}", part / f"step-{step}")
         done = train(**more, save_every=1, out=part, resume=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert metrics(part) == metrics(whole)[step:]
+        assert repeatable_lines(part) == repeatable_lines(whole)[step:]
         result = "adapter/adapter_model.safetensors" if more else "model/model.safetensors"
         expected = load_file(whole / result)
         assert all(torch.equal(value, expected[name]) for name, value in load_file(part / result).items())
@@ -101,12 +96,12 @@ def test_a_run_goes_on_with_the_same_bits(more: dict[str, Any], train: Train, tm
 def test_a_skipped_step_changes_nothing_and_halves_the_scale(train: Train, place: Path, tmp_path: Path) -> None:
     done = train(steps=1, weight_decay=0.1)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert metrics(tmp_path / "run")[0]["skipped_steps"] == 1
+    assert repeatable_lines(tmp_path / "run")[0]["skipped_steps"] == 1
     before = AutoModelForCausalLM.from_pretrained(place / "loud", dtype=torch.float16).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     assert all(torch.equal(value, before[name]) for name, value in after.items())
     assert train(steps=4, out=tmp_path / "longer").returncode == 0
-    scales = [line["loss_scale"] for line in metrics(tmp_path / "longer")]
+    scales = [line["loss_scale"] for line in repeatable_lines(tmp_path / "longer")]
     assert scales[:2] == [65536, 32768]
 
 
@@ -117,6 +112,6 @@ def test_a_model_whose_values_do_not_fit_ends_the_run_as_in_python(train: Train,
     with pytest.raises(_core.RoundPipeError) as error:
         steps.add(17, True, 1.0)
     assert str(error.value) in done.stderr
-    lines = metrics(tmp_path / "run")
+    lines = repeatable_lines(tmp_path / "run")
     assert [line["loss_scale"] for line in lines] == [2.0**n for n in range(16, 0, -1)]
     assert lines[-1]["skipped_steps"] == 16 and lines[-1]["loss"] is None

@@ -60,7 +60,7 @@ PHRASES = {
         ("roundpipe/core/skipped_steps.cpp", "python/roundpipe/ops/packed_attention.py"),
     ),
     "help of a command for what only one of the two has": (
-        ("roundpipe/runs/training_options.cpp", "python/roundpipe/train/config.py"),
+        ("roundpipe/command/training_options.cpp", "python/roundpipe/train/config.py"),
         ("programs/train/options.cpp", "python/roundpipe/train/command.py"),
         ("programs/train/options.cpp", "python/roundpipe/demo/command.py"),
     ),

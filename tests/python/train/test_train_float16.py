@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shutil
 import sys
@@ -18,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import roundpipe
 from interrupted_output import InterruptedAt
+from metric_lines import repeatable_lines
 from roundpipe import _core
 from roundpipe.call.loss_function import ScaledOutputs
 from roundpipe.data.balance import balanced_config
@@ -32,7 +32,6 @@ from tiny_chat import byte_tokenizer, chat_file, tiny_llama
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 STEPS = 6
-TIMES = ("seconds", "devices_busy", "device_bytes", "host_bytes")
 
 
 def folder_of(folder: Path, head_factor: float) -> Path:
@@ -76,14 +75,8 @@ def config(place: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     return made
 
 
-def metrics(config: TrainConfig) -> list[dict[str, Any]]:
-    """The lines, without times."""
-    lines = (Path(config.out) / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
-
-
 def steps_of(config: TrainConfig) -> list[dict[str, Any]]:
-    return [line for line in metrics(config) if "loss" in line]
+    return [line for line in repeatable_lines(Path(config.out)) if "loss" in line]
 
 
 def test_a_run_scales_its_losses_and_learns(config: Callable[..., TrainConfig], capsys: Any) -> None:
@@ -92,7 +85,7 @@ def test_a_run_scales_its_losses_and_learns(config: Callable[..., TrainConfig], 
     steps = steps_of(ours)
     assert [(line["loss_scale"], line["skipped_steps"]) for line in steps] == [(65536, 0)] * STEPS
     assert 1 < steps[0]["loss"] < 10, "a loss is not shown by its scale"
-    held_out = [line["evaluation_loss"] for line in metrics(ours) if "evaluation_loss" in line]
+    held_out = [line["evaluation_loss"] for line in repeatable_lines(Path(ours.out)) if "evaluation_loss" in line]
     assert held_out[1] < held_out[0] - 0.2
     assert "  scale 65536  skipped 0  " in capsys.readouterr().out
     report = (Path(ours.out) / "report.html").read_text()
@@ -151,12 +144,12 @@ def test_any_number_of_devices_has_the_same_bits(
         for count in (1, 3)
     ]
     assert [run(each, resume=False) for each in runs] == [0, 0]
-    assert metrics(runs[0]) == metrics(runs[1])
+    assert repeatable_lines(Path(runs[0].out)) == repeatable_lines(Path(runs[1].out))
     assert "virtual:3, fp16 accumulation" in (tmp_path / "3" / "report.html").read_text()
     monkeypatch.delenv("ROUNDPIPE_FP16_ACCUMULATION")
     plain = dataclasses.replace(runs[0], out=str(tmp_path / "plain"))
     assert run(plain, resume=False) == 0
-    assert metrics(plain) == metrics(runs[0])
+    assert repeatable_lines(Path(plain.out)) == repeatable_lines(Path(runs[0].out))
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -196,7 +189,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
         assert run(ours, resume=False) == 130
     assert len(steps_of(ours)) < STEPS
     assert run(ours, resume=True) == 0
-    assert metrics(ours) == metrics(whole)
+    assert repeatable_lines(Path(ours.out)) == repeatable_lines(Path(whole.out))
     assert 0 < steps_of(ours)[-1]["skipped_steps"] < STEPS
 
 
@@ -206,12 +199,12 @@ def test_a_run_that_was_killed_goes_on_from_a_checkpoint(
 ) -> None:
     ours = config("loud", **more, save_every=2, keep=9)
     assert run(ours, resume=False) == 0
-    expected, out = metrics(ours), Path(ours.out)
+    expected, out = repeatable_lines(Path(ours.out)), Path(ours.out)
     _core.wait_for_saves(str(out))
     for left in ("model", "step-4", "report.html"):  # as if it had ended behind step 3
         shutil.rmtree(out / left) if (out / left).is_dir() else (out / left).unlink()
     assert run(ours, resume=True) == 0
-    assert metrics(ours) == expected
+    assert repeatable_lines(Path(ours.out)) == expected
     assert "going on after step 2" in capsys.readouterr().out
 
 

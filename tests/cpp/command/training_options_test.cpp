@@ -1,4 +1,4 @@
-#include <roundpipe/runs/training_options.h>
+#include <roundpipe/command/training_options.h>
 
 #include <cmath>
 #include <stdexcept>
@@ -119,4 +119,44 @@ TEST_CASE("training options: how the learning rate goes") {
   CHECK_THROWS_WITH_AS(learning_rate({{"warmup_steps", two}}, 1),
                        "[train] --warmup-steps is 2, expected at most the number of steps, which is 1",
                        std::invalid_argument);
+}
+
+TEST_CASE("training options: the update rule has its own defaults") {
+  using Options = std::map<std::string, double>;
+  const auto with = [](const char* rule, OptionValues values) {
+    values["optimizer"] = std::string(rule);
+    return rule_options(values);
+  };
+  CHECK(rule_options({}) ==
+        Options{{"lr", 2e-5}, {"weight_decay", 0}, {"beta1", 0.9}, {"beta2", 0.999}, {"eps", 1e-8}});
+  CHECK(with("lion", {{"beta2", 0.5}, {"weight_decay", 0.25}, {"lora", true}}) ==
+        Options{{"lr", 2e-4}, {"weight_decay", 0.25}, {"beta1", 0.9}, {"beta2", 0.5}});
+  CHECK(with("sgd", {{"momentum", 0.5}, {"learning_rate", 1.0}}) ==
+        Options{{"lr", 1}, {"weight_decay", 0}, {"momentum", 0.5}});
+  CHECK(with("adafactor", {}) == Options{{"lr", 2e-5}, {"weight_decay", 0}});
+  CHECK(with("rmsprop", {{"eps", 1e-3}}) == Options{{"lr", 2e-5}, {"weight_decay", 0}, {"eps", 1e-3}, {"momentum", 0}});
+  const UpdateRule rule = update_rule({{"optimizer", std::string("adafactor")}});
+  CHECK(rule.algorithm == optim::Algorithm::kAdafactor);
+  CHECK(rule.options.eps == std::numeric_limits<float>::epsilon());
+}
+
+TEST_CASE("training options: a run that goes on keeps them") {
+  const OptionValues before = {{"seed", int64_t{0}}, {"clip", 1.0}, {"lora", false}, {"rows", std::string("packed")}};
+  OptionValues now = before;
+  require_same_options(before, now, "step-4");
+  now["clip"] = int64_t{1};  // the same number
+  now["dtype"] = OptionValue{};
+  require_same_options(before, now, "step-4");
+  now["seed"] = int64_t{1};
+  CHECK_THROWS_WITH_AS(require_same_options(before, now, "step-4"),
+                       "[train] --seed is 1, expected 0 as in step-4, which --resume goes on with",
+                       std::invalid_argument);
+  now = before;
+  now.erase("rows");
+  CHECK_THROWS_WITH_AS(require_same_options(before, now, "step-4"),
+                       doctest::Contains("--rows is not given, expected packed as"), std::invalid_argument);
+  now = before;
+  now["lora_rank"] = int64_t{4};
+  CHECK_THROWS_WITH_AS(require_same_options(before, now, "step-4"),
+                       doctest::Contains("--lora-rank is 4, expected not given as"), std::invalid_argument);
 }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include <roundpipe/api/learning_rate.h>
+#include <roundpipe/api/optimizer.h>
 
 namespace roundpipe {
 
@@ -48,11 +49,18 @@ std::string option_text(const OptionValue& value);
 
 // The values that belong to the bits of a training.
 OptionValues fixed_training_options(const OptionValues& values);
+// Of a run that goes on: throws std::invalid_argument, which names the first value that is another than before. `run`
+// is where those are from, in words.
+void require_same_options(const OptionValues& before, const OptionValues& now, std::string_view run);
 
 // Whether adapters are trained, and the model itself is frozen.
 bool trains_adapters(const OptionValues& values);
 // The learning rate after the warm-up: adapters learn with a higher one.
 double highest_learning_rate(const OptionValues& values);
+// The update rule; what is not given is the rule's own default.
+UpdateRule update_rule(const OptionValues& values);
+// Its hyperparameters that a run may choose, under the names of optim::Hyperparameters.
+std::map<std::string, double> rule_options(const OptionValues& values);
 // How the rate goes over a run of `steps` steps. Throws std::invalid_argument for a longer warm-up.
 LearningRate learning_rate(const OptionValues& values, int64_t steps);
 // The most tokens of a step.

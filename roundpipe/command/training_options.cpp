@@ -1,4 +1,4 @@
-#include <roundpipe/runs/training_options.h>
+#include <roundpipe/command/training_options.h>
 
 #include <algorithm>
 #include <charconv>
@@ -24,14 +24,26 @@ constexpr double kLargestSeed = 4294967295.0;  // numpy's, too
 struct OfSomeRules {
   const char* name;
   Texts rules;
+  double optim::Hyperparameters::* member;
+
+  bool has(const std::string& rule) const { return std::ranges::find(rules, rule) != rules.end(); }
 };
 
 const std::vector<OfSomeRules>& of_some_rules() {
-  static const std::vector<OfSomeRules> options = {{"beta1", {"adam", "adamw", "lion"}},
-                                                   {"beta2", {"adam", "adamw", "lion"}},
-                                                   {"eps", {"adam", "adamw", "rmsprop"}},
-                                                   {"momentum", {"sgd", "rmsprop"}}};
+  using optim::Hyperparameters;
+  static const std::vector<OfSomeRules> options = {{"beta1", {"adam", "adamw", "lion"}, &Hyperparameters::beta1},
+                                                   {"beta2", {"adam", "adamw", "lion"}, &Hyperparameters::beta2},
+                                                   {"eps", {"adam", "adamw", "rmsprop"}, &Hyperparameters::eps},
+                                                   {"momentum", {"sgd", "rmsprop"}, &Hyperparameters::momentum}};
   return options;
+}
+
+const std::map<std::string, optim::Algorithm>& algorithms() {
+  using optim::Algorithm;
+  static const std::map<std::string, Algorithm> known = {
+      {"adam", Algorithm::kAdam}, {"adamw", Algorithm::kAdamW},         {"sgd", Algorithm::kSGD},
+      {"lion", Algorithm::kLion}, {"adafactor", Algorithm::kAdafactor}, {"rmsprop", Algorithm::kRMSprop}};
+  return known;
 }
 
 const Texts& of_lora() {
@@ -232,7 +244,7 @@ void check_update_rule(const OptionValues& values) {
     refuse("moments", std::string("8bit"), concat("fp32 for ", rule));
   }
   for (const OfSomeRules& option : of_some_rules()) {
-    if (!is_given(values, option.name) || std::ranges::find(option.rules, rule) != option.rules.end()) continue;
+    if (!is_given(values, option.name) || option.has(rule)) continue;
     refuse(option.name, value_of(values, option.name),
            concat("it only for ", joined(option.rules, ", "), ", not for ", rule));
   }
@@ -291,6 +303,23 @@ OptionValues fixed_training_options(const OptionValues& values) {
   return fixed;
 }
 
+void require_same_options(const OptionValues& before, const OptionValues& now, std::string_view run) {
+  const auto value_in = [](const OptionValues& values, const std::string& name) {
+    const auto found = values.find(name);
+    return found == values.end() ? OptionValue{} : found->second;
+  };
+  const auto shown = [](const OptionValue& value) { return value.index() == 0 ? "not given" : option_text(value); };
+  OptionValues all = before;
+  all.insert(now.begin(), now.end());
+  for (const auto& [name, _] : all) {
+    const OptionValue was = value_in(before, name), is = value_in(now, name);
+    const std::optional<double> number = number_of(was);
+    if (was == is || (number && number == number_of(is))) continue;
+    throw std::invalid_argument(concat("[train] ", option_flag(name), " is ", shown(is), ", expected ", shown(was),
+                                       " as in ", run, ", which --resume goes on with"));
+  }
+}
+
 bool trains_adapters(const OptionValues& values) {
   return is_set(values, "lora") || is_set(values, "dora") || is_set(values, "adapter");
 }
@@ -298,6 +327,26 @@ bool trains_adapters(const OptionValues& values) {
 double highest_learning_rate(const OptionValues& values) {
   if (const std::optional<double> given = number_of(value_of(values, "learning_rate"))) return *given;
   return trains_adapters(values) ? kAdapterRate : kFullRate;
+}
+
+UpdateRule update_rule(const OptionValues& values) {
+  UpdateRule rule(algorithms().at(text_of(values, "optimizer")));
+  rule.options.lr = highest_learning_rate(values);
+  rule.options.weight_decay = number_of(value_of(values, "weight_decay")).value();
+  for (const OfSomeRules& option : of_some_rules()) {
+    if (const std::optional<double> given = number_of(value_of(values, option.name)))
+      rule.options.*option.member = *given;
+  }
+  return rule;
+}
+
+std::map<std::string, double> rule_options(const OptionValues& values) {
+  const optim::Hyperparameters all = update_rule(values).options;
+  std::map<std::string, double> own = {{"lr", all.lr}, {"weight_decay", all.weight_decay}};
+  for (const OfSomeRules& option : of_some_rules()) {
+    if (option.has(text_of(values, "optimizer"))) own[option.name] = all.*option.member;
+  }
+  return own;
 }
 
 LearningRate learning_rate(const OptionValues& values, int64_t steps) {

@@ -1,6 +1,6 @@
 #include <pybind11/functional.h>
 
-#include <roundpipe/runs/training_options.h>
+#include <roundpipe/command/training_options.h>
 
 #include "bindings.h"
 
@@ -18,8 +18,9 @@ void bind_training_options(py::module_& module) {
   module.def("training_options", &training_options);
   module.def("check_training_options", &check_training_options, py::arg("values"));
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
+  module.def("require_same_options", &require_same_options, py::arg("before"), py::arg("now"), py::arg("run"));
+  module.def("rule_options", &rule_options, py::arg("values"));
   module.def("trains_adapters", &trains_adapters, py::arg("values"));
-  module.def("highest_learning_rate", &highest_learning_rate, py::arg("values"));
   module.def("learning_rate", &learning_rate, py::arg("values"), py::arg("steps"));
   module.def("tokens_of_step", &tokens_of_step, py::arg("values"));
 }
