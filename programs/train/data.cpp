@@ -33,7 +33,7 @@ Data::Data(const Options& options, const language::Config& config)
                                        config.max_positions, ", the max_position_embeddings of the model"));
   }
   const RowKind kind = tokens::parse_row_kind(options.rows);
-  const tokens::Parts parts = tokens::part_documents(file_, options.evaluation_tokens);
+  const tokens::Parts parts = tokens::part_documents(file_, options.evaluation_tokens, options.seed);
   training_.emplace(file_, parts.training, options.length, kind);
   // Every document is evaluated, whole rows or not.
   const RowKind evaluated = kind == RowKind::kStream ? RowKind::kPacked : kind;

@@ -45,6 +45,8 @@ int status_after(int signal) { return signal == SIGTERM ? 0 : 128 + signal; }
 
 const char* const kFixed = "roundpipe-train options";
 const char* const kTokens = "roundpipe-train tokens";
+const char* const kOrder = "roundpipe-train order";
+constexpr int64_t kOrderOfRows = 1;  // another number: another order, of rows and of what is held out
 const char* const kSkipped = "roundpipe-train skipped steps";
 
 std::string read_text(const std::string& path) {
@@ -219,6 +221,11 @@ void Training::check_fixed_in(StoredCheckpoint stored) const {
     throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on other tokens than those of ",
                                        options_.tokens, "; name its own token file, or another --out"));
   }
+  if (!stored.state().at("state").contains(kOrder) || saved(kOrder).as_int() != kOrderOfRows) {
+    throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on rows in an order that is no longer ",
+                                       "made, expected that of this version; finish it with the version that began it, "
+                                       "or name another --out"));
+  }
   FixedOptions before;
   const StateValue saved_options = saved(kFixed);
   for (const auto& [name, value] : saved_options.entries()) before[name.as_string()] = value.as_string();
@@ -357,7 +364,7 @@ void Training::save(int64_t step, bool wait) {
   saving.overwrite = true;
   std::vector<std::pair<std::string, StateValue>> fixed;
   for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) fixed.emplace_back(name, value);
-  saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}};
+  saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}, {kOrder, kOrderOfRows}};
   saving.scaler = scaler_.get();
   if (scaler_) saving.state.emplace_back(kSkipped, skipped_.count());
   saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};

@@ -3,35 +3,15 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/tokens/packing.h>
+#include <roundpipe/tokens/shuffle.h>
 
 namespace roundpipe::tokens {
-
-namespace {
-
-constexpr uint64_t kHeldOutSeed = 0x68656c64;  // one for all runs, so that what is held out stays so
-
-// SplitMix64: each state gives one number.
-uint64_t next_random(uint64_t& state) {
-  uint64_t mixed = (state += 0x9e3779b97f4a7c15u);
-  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
-  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
-  return mixed ^ (mixed >> 31);
-}
-
-// Below `end`, each number alike.
-uint64_t random_below(uint64_t& state, uint64_t end) {
-  const uint64_t fair = ~uint64_t{0} - ~uint64_t{0} % end;
-  uint64_t number = next_random(state);
-  while (number >= fair) number = next_random(state);
-  return number % end;
-}
-
-}  // namespace
 
 RowKind parse_row_kind(std::string_view name) {
   if (name == "packed") return RowKind::kPacked;
@@ -111,16 +91,15 @@ std::vector<Piece> Rows::row(int64_t index) const {
   return row;
 }
 
-Parts part_documents(const TokenFile& file, int64_t held_out_tokens) {
+Parts part_documents(const TokenFile& file, int64_t held_out_tokens, uint64_t seed) {
   Parts parts;
   std::vector<char> is_held_out(static_cast<size_t>(file.documents()), 0);
   int64_t held = 0;
-  if (held_out_tokens > 0) {
-    for (const int64_t document : shuffled(file.documents(), kHeldOutSeed, 0)) {
-      if (held >= held_out_tokens) break;
-      is_held_out[static_cast<size_t>(document)] = 1;
-      held += file.end(document) - file.begin(document);
-    }
+  const Shuffle order = held_out_order(file.documents(), std::to_string(seed));
+  for (int64_t place = 0; held < held_out_tokens && place < order.count(); ++place) {
+    const int64_t document = order.at(place);
+    is_held_out[static_cast<size_t>(document)] = 1;
+    held += file.end(document) - file.begin(document);
   }
   for (int64_t document = 0; document < file.documents(); ++document) {
     (is_held_out[static_cast<size_t>(document)] != 0 ? parts.held_out : parts.training).push_back(document);
@@ -137,21 +116,13 @@ RowOrder::RowOrder(int64_t count, uint64_t seed, bool shuffles) : count_(count),
 
 int64_t RowOrder::at(int64_t position) {
   if (!shuffles_) return position % count_;
+  const int64_t epoch = position / count_;
   // It may have been moved from, which leaves no order.
-  if (position / count_ != epoch_ || order_.empty()) {
-    epoch_ = position / count_;
-    order_ = shuffled(count_, seed_, static_cast<uint64_t>(epoch_));
+  if (epoch != epoch_ || order_ == nullptr) {
+    order_ = std::make_shared<Shuffle>(epoch_order(count_, std::to_string(seed_), epoch));
+    epoch_ = epoch;
   }
-  return order_[static_cast<size_t>(position % count_)];
-}
-
-std::vector<int64_t> shuffled(int64_t count, uint64_t seed, uint64_t stream) {
-  std::vector<int64_t> order(static_cast<size_t>(count));
-  std::iota(order.begin(), order.end(), int64_t{0});
-  uint64_t state = seed;
-  state = next_random(state) ^ (stream * 0xd1342543de82ef95u);
-  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random_below(state, i)]);
-  return order;
+  return order_->at(position % count_);
 }
 
 }  // namespace roundpipe::tokens

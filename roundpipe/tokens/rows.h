@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -60,17 +61,19 @@ class Rows {
 };
 
 // All documents of a file, parted by chance: at least `held_out_tokens` tokens in as few documents as come first in an
-// order that depends on nothing but the number of documents, and the rest. Throws std::invalid_argument if nothing
-// would be left to train on.
+// order that depends on the seed and the number of documents alone, and the rest. Throws std::invalid_argument if
+// nothing would be left to train on.
 struct Parts {
   std::vector<int64_t> training;
   std::vector<int64_t> held_out;
 };
-Parts part_documents(const TokenFile& file, int64_t held_out_tokens);
+Parts part_documents(const TokenFile& file, int64_t held_out_tokens, uint64_t seed = 0);
+
+class Shuffle;
 
 // The order in which rows are used: epoch after epoch, each in an order of its own that depends on `seed` and the
 // epoch's number alone; or as they are. A position is the number of rows used so far, so a run that resumes needs only
-// that. Thread safety: one thread.
+// that. Python's batches have the same order of their samples. Thread safety: one thread.
 class RowOrder {
  public:
   // REQUIRES: count > 0.
@@ -83,10 +86,7 @@ class RowOrder {
   const uint64_t seed_;
   const bool shuffles_;
   int64_t epoch_ = -1;
-  std::vector<int64_t> order_;  // of epoch_
+  std::shared_ptr<const Shuffle> order_;  // of epoch_
 };
-
-// The numbers below `count` in an order that depends on these arguments alone, the same on every machine.
-std::vector<int64_t> shuffled(int64_t count, uint64_t seed, uint64_t stream);
 
 }  // namespace roundpipe::tokens

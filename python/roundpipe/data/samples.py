@@ -10,7 +10,8 @@ from typing import Any, Protocol, overload
 import numpy as np
 import torch
 
-from roundpipe.data.order import InOrder, Numbers, Shuffle
+from roundpipe import _core
+from roundpipe.data.order import InOrder, Numbers
 
 IGNORED = -100  # the label of a token that is not learned, as in torch's cross entropy
 
@@ -92,7 +93,7 @@ class SamplesInMemory(SampleStore):
         return lengths
 
     def order(self, epoch: int, seed: int | None) -> Order:
-        return InOrder(len(self)) if seed is None else Shuffle(len(self), seed, epoch)
+        return InOrder(len(self)) if seed is None else _core.epoch_order(len(self), repr(seed), epoch)
 
 
 def tokens_and_labels(sample: Sample, where: str) -> tuple[torch.Tensor, torch.Tensor]:

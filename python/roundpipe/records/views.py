@@ -13,7 +13,8 @@ from typing import overload
 
 import numpy as np
 
-from roundpipe.data.order import Numbers, Shuffle, fingerprint
+from roundpipe import _core
+from roundpipe.data.order import Numbers, fingerprint, shuffle
 from roundpipe.data.samples import Order, Sample, SampleStore
 from roundpipe.records.store import SampleFiles
 
@@ -35,7 +36,7 @@ def held_out_records(records: int, held_out: float, seed: int) -> Numbers:
             f"[data] {wanted} of {records} records would be held out, expected at least one more to train on; lower "
             "held_out, or give more data"
         )
-    return np.sort(Shuffle(records, "held out", seed).at(np.arange(wanted)))
+    return np.sort(_core.held_out_order(records, repr(seed)).at(np.arange(wanted)))
 
 
 class _View(SampleStore):
@@ -139,7 +140,7 @@ class Mixture:
         taken = [(int(epoch * w * n), int((epoch + 1) * w * n)) for n, w in parts]
         self._begins = np.array([begin for begin, _ in taken], dtype=np.int64)
         self._ends = np.cumsum([end - begin for begin, end in taken], dtype=np.int64)
-        self._all = None if seed is None else Shuffle(len(self), "epoch", seed, epoch)
+        self._all = None if seed is None else shuffle(len(self), "epoch", seed, epoch)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -154,6 +155,6 @@ class Mixture:
         if self._seed is not None:
             for part, turn in np.unique(np.stack([parts, rounds]), axis=1).T.tolist():
                 here = (parts == part) & (rounds == turn)
-                within[here] = Shuffle(int(self._sizes[part]), "part", self._seed, part, turn).at(within[here])
+                within[here] = shuffle(int(self._sizes[part]), "part", self._seed, part, turn).at(within[here])
         numbers: Numbers = firsts[parts] + within
         return numbers

@@ -3,10 +3,11 @@
 #include <algorithm>
 #include <numeric>
 #include <stdexcept>
+#include <string>
 
 #include <doctest/doctest.h>
 
-#include <roundpipe/tokens/rows.h>
+#include <roundpipe/tokens/shuffle.h>
 
 namespace roundpipe::tokens {
 namespace {
@@ -23,9 +24,8 @@ TEST_CASE("packing: best fit takes the fullest row") {
 TEST_CASE("packing: rows are few and in order") {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     std::vector<int64_t> lengths;
-    for (const int64_t number : shuffled(1 + static_cast<int64_t>(seed % 20), seed, 0)) {
-      lengths.push_back(1 + number * 7 % 9);
-    }
+    const Shuffle order(1 + static_cast<int64_t>(seed % 20), std::to_string(seed));
+    for (int64_t place = 0; place < order.count(); ++place) lengths.push_back(1 + order.at(place) * 7 % 9);
     const Assigned rows = assign_rows(lengths, 12);
     std::vector<int64_t> seen, firsts, loads;
     for (const auto& row : rows) {
