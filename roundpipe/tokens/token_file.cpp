@@ -1,41 +1,20 @@
 #include <roundpipe/tokens/token_file.h>
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 
 #include <roundpipe/checkpoint/crc32c.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/tokens/header.h>
 
 namespace roundpipe::tokens {
 
-static_assert(std::endian::native == std::endian::little, "token files are read as they lie in memory");
-
 namespace {
 
-constexpr int64_t kHeaderBytes = 64;
+constexpr auto kHeaderBytes = static_cast<int64_t>(sizeof(Header));
 constexpr int64_t kPartBytes = 8 << 20;
-constexpr char kMagic[8] = {'R', 'P', 'T', 'O', 'K', 'E', 'N', 'S'};
-constexpr uint32_t kVersion = 1;
-constexpr int64_t kMostOfTwoBytes = 1 << 16;
-
-// As it lies in the file.
-struct Header {
-  char magic[8];
-  uint32_t version;
-  uint32_t token_bytes;
-  uint64_t tokens;
-  uint64_t documents;
-  uint64_t vocabulary;
-  uint32_t tokens_checksum;
-  uint32_t ends_checksum;
-  char zeros[12];
-  uint32_t checksum;
-};
-static_assert(sizeof(Header) == kHeaderBytes);
 
 template <typename Token>
 void widen(const std::vector<char>& bytes, int64_t count, int64_t* to) {
@@ -59,12 +38,12 @@ TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files) : f
   const int64_t size = file_.size();
   Header header{};
   if (size >= kHeaderBytes) file_.read(0, &header, kHeaderBytes);
-  if (std::memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) {
+  if (std::memcmp(header.magic, Header::kMagic, sizeof(Header::kMagic)) != 0) {
     throw std::invalid_argument(concat("[tokens] ", path, " is no token file, expected one that begins with RPTOKENS; ",
                                        "make it with `roundpipe tokenize`"));
   }
-  if (header.version != kVersion) {
-    throw Error(concat("[tokens] ", path, " has version ", header.version, ", expected ", kVersion,
+  if (header.version != Header::kVersion) {
+    throw Error(concat("[tokens] ", path, " has version ", header.version, ", expected ", Header::kVersion,
                        "; make it again, or use a newer program"));
   }
   if (checkpoint::crc32c(&header, kHeaderBytes - sizeof(header.checksum)) != header.checksum) {
@@ -74,7 +53,7 @@ TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files) : f
   token_bytes_ = header.token_bytes;
   vocabulary_ = static_cast<int64_t>(header.vocabulary);
   checksum_ = header.tokens_checksum;
-  const int64_t most_vocabulary = token_bytes_ == 2 ? kMostOfTwoBytes : std::numeric_limits<int32_t>::max();
+  const int64_t most_vocabulary = token_bytes_ == 2 ? Header::kMostOfTwoBytes : Header::kMostVocabulary;
   if ((token_bytes_ != 2 && token_bytes_ != 4) || header.tokens == 0 || header.tokens > kMost ||
       header.documents == 0 || header.documents > header.tokens || vocabulary_ < 1 || vocabulary_ > most_vocabulary) {
     refuse("its header holds numbers that do not fit each other");
@@ -121,6 +100,18 @@ void TokenFile::read(int64_t first, int64_t count, int64_t* to) const {
   if (wrong != to + count) {
     refuse(concat("token ", first + (wrong - to), " is ", *wrong, ", expected less than ", vocabulary_));
   }
+}
+
+int64_t TokenFile::largest() const {
+  constexpr int64_t kAtOnce = 1 << 20;
+  std::vector<int64_t> part;
+  int64_t largest = 0;
+  for (int64_t at = 0; at < tokens(); at += kAtOnce) {
+    part.resize(static_cast<size_t>(std::min(kAtOnce, tokens() - at)));
+    read(at, static_cast<int64_t>(part.size()), part.data());
+    largest = std::max(largest, std::ranges::max(part));
+  }
+  return largest;
 }
 
 void TokenFile::verify(const std::function<void(int64_t)>& progress) const {

@@ -34,6 +34,9 @@ class TokenFile {
   // damaged. REQUIRES: the tokens are there.
   void read(int64_t first, int64_t count, int64_t* to) const;
 
+  // The largest token. Reads all of them. Throws Error as read() does.
+  int64_t largest() const;
+
   // Reads all tokens and compares their checksum. `progress` is called with the bytes of each part; it may throw.
   // Throws Error if the file is damaged.
   void verify(const std::function<void(int64_t)>& progress = {}) const;

@@ -1,4 +1,4 @@
-"""Samples on disk: written record by record, mapped when they are read.
+"""Samples on disk: written record by record, read when they are asked for.
 
 A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
 sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from roundpipe import _core
 from roundpipe.data.order import Numbers
 from roundpipe.data.samples import IGNORED
-from roundpipe.tokens.reader import TokenFile
-from roundpipe.tokens.writer import TokenWriter, token_file
+from roundpipe.tokens.writer import token_file
 
 FILES = ("samples.tokens", "samples.runs", "records.first")
 _TOKENS, _RUNS, _RECORDS = FILES
@@ -64,7 +64,7 @@ class SampleWriter:
         samples: the number of samples so far.
     """
 
-    def __init__(self, tokens: TokenWriter, runs: TokenWriter, firsts: BinaryIO) -> None:
+    def __init__(self, tokens: _core.TokenWriter, runs: _core.TokenWriter, firsts: BinaryIO) -> None:
         self._tokens, self._runs, self._firsts = tokens, runs, firsts
         self.records = 0
 
@@ -87,7 +87,8 @@ def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[Sam
     """Gives a writer of the files of a folder; they are complete at the end.
 
     Raises:
-        ValueError: a file cannot be written, or no record was appended.
+        ValueError: no record was appended.
+        RoundPipeError: a file cannot be written.
     """
     with (
         token_file(folder / _TOKENS, vocabulary) as tokens,
@@ -98,18 +99,20 @@ def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[Sam
 
 
 class SampleFiles:
-    """The files of a folder, mapped.
+    """The files of a folder. Samples are read when they are asked for.
 
     Args:
         folder: that `sample_files` wrote.
         pairs: whether two samples that were appended are one: a chosen and a rejected answer.
 
     Raises:
-        ValueError: a file cannot be read, is cut or damaged, or does not belong to the others.
+        ValueError: a file is not there, or does not belong to the others.
+        RoundPipeError: a file cannot be read, or is cut or damaged.
     """
 
     def __init__(self, folder: Path, pairs: bool) -> None:
-        self._tokens, self._runs = TokenFile(folder / _TOKENS), TokenFile(folder / _RUNS)
+        self._tokens = _core.TokenFile(str(folder / _TOKENS))
+        self._runs = _core.TokenFile(str(folder / _RUNS))
         self._pairs = pairs
         try:
             self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")

@@ -3,6 +3,8 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/tokens/packing.h>
 #include <roundpipe/tokens/shuffle.h>
+#include <roundpipe/tokens/token_file.h>
+#include <roundpipe/tokens/token_writer.h>
 
 #include "bindings.h"
 
@@ -27,11 +29,62 @@ Numbers changed(const Numbers& numbers, const Change& change) {
   return result;
 }
 
+void require_document(const TokenFile& file, int64_t number) {
+  if (number >= 0 && number < file.documents()) return;
+  throw std::invalid_argument(
+      concat("[tokens] there is no document ", number, " in ", file.path(), ", which has ", file.documents()));
+}
+
+Numbers tokens_of(const TokenFile& file, int64_t document) {
+  require_document(file, document);
+  const int64_t count = file.end(document) - file.begin(document);
+  Numbers tokens(count);
+  int64_t* const to = tokens.mutable_data();
+  const py::gil_scoped_release unlocked;
+  file.read(file.begin(document), count, to);
+  return tokens;
+}
+
+void bind_token_files(py::module_& module) {
+  using Released = py::call_guard<py::gil_scoped_release>;
+  py::class_<TokenFile>(module, "TokenFile")
+      .def(py::init([](const std::string& path) { return std::make_unique<TokenFile>(path); }), py::arg("path"),
+           Released())
+      .def_property_readonly("documents", &TokenFile::documents)
+      .def_property_readonly("tokens", &TokenFile::tokens)
+      .def_property_readonly("vocabulary", &TokenFile::vocabulary)
+      .def_property_readonly("checksum", &TokenFile::checksum)
+      .def("document", &tokens_of, py::arg("number"))
+      .def(
+          "lengths",
+          [](const TokenFile& file, const Numbers& numbers) {
+            return changed(numbers, [&](int64_t number) {
+              require_document(file, number);
+              return file.end(number) - file.begin(number);
+            });
+          },
+          py::arg("numbers"))
+      .def("largest", &TokenFile::largest, Released())
+      .def(
+          "verify", [](const TokenFile& file) { file.verify(); }, Released());
+  py::class_<TokenWriter>(module, "TokenWriter")
+      .def(py::init([](const std::string& path, int64_t vocabulary) {
+             return std::make_unique<TokenWriter>(path, vocabulary);
+           }),
+           py::arg("path"), py::arg("vocabulary"), Released())
+      .def_property_readonly("documents", &TokenWriter::documents)
+      .def_property_readonly("tokens", &TokenWriter::tokens)
+      .def("append", &TokenWriter::append, py::arg("document"), Released())
+      .def("finish", &TokenWriter::finish, Released())
+      .def("discard", &TokenWriter::discard, Released());
+}
+
 }  // namespace
 
 void bind_tokens(py::module_& module) {
   using Released = py::call_guard<py::gil_scoped_release>;
   module.def("assign_rows", &assign_rows, py::arg("lengths"), py::arg("capacity"), Released());
+  bind_token_files(module);
   py::class_<Shuffle>(module, "Shuffle")
       .def(py::init<int64_t, std::string_view>(), py::arg("count"), py::arg("key"))
       .def("__len__", &Shuffle::count)
