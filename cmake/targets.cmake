@@ -62,6 +62,7 @@ function(roundpipe_test level)
     roundpipe_unity(${target} ${arg_UNITY})
   endif()
   add_test(NAME ${level} COMMAND ${target})
+  set_property(TEST ${level} APPEND PROPERTY ENVIRONMENT ROUNDPIPE_DEBUG_LOCKS=1)
   # Searches of full effort take some seconds, and under a sanitizer up to twenty times as long.
   set_tests_properties(${level} PROPERTIES TIMEOUT $<IF:$<BOOL:${ROUNDPIPE_SANITIZER}>,1800,600>)
 endfunction()

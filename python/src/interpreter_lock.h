@@ -5,6 +5,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <roundpipe/core/mutex.h>
+
 namespace roundpipe::python {
 
 // Holds the interpreter lock while it lives, as pybind11::gil_scoped_acquire does, and counts acquisitions.
@@ -12,6 +14,7 @@ namespace roundpipe::python {
 // A thread that already holds the lock takes and counts nothing. Releases by code that runs under the lock are not
 // counted either: torch releases the lock and takes it again around each of its own operations.
 // What a wait takes to look for signals is not counted, since it says how long the wait was.
+// No lock of the engine's is held: see require_no_locks.
 // A fork waits until no thread is being given its interpreter state here.
 class InterpreterLock {
  public:
@@ -19,7 +22,9 @@ class InterpreterLock {
 
   explicit InterpreterLock(Purpose purpose = Purpose::kWork)
       : made_state_(make_state()), taken_(PyGILState_Check() == 0) {
-    if (taken_ && purpose == Purpose::kWork) count_.fetch_add(1, std::memory_order_relaxed);
+    if (!taken_ || purpose == Purpose::kSignals) return;
+    require_no_locks("Python");
+    count_.fetch_add(1, std::memory_order_relaxed);
   }
   ~InterpreterLock() {
     // The reference that a new state begins with; pybind11 drops its own and with it the state.

@@ -6,6 +6,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/fused_steps.h>
@@ -167,6 +168,7 @@ std::vector<double> Optimizer::rates_after(int64_t steps) const {
 
 std::vector<double> Optimizer::scheduled(const std::vector<double>& first, const LearningRate& factor, int64_t steps) {
   if (!factor) return {};
+  require_no_locks("a schedule of the learning rate");
   const double now = factor(steps);
   if (!(now >= 0)) {
     throw std::invalid_argument(concat("[learning rate] the schedule's factor of step ", steps, " is ", now,

@@ -23,6 +23,16 @@
 
 namespace roundpipe {
 
+// How many of the locks below this thread holds.
+int locks_held() noexcept;
+// What is about to run is the user's, and may wait for a thread that needs one of our locks. With ROUNDPIPE_DEBUG_LOCKS
+// set in the environment, aborts the process, after a message, if this thread holds one.
+void require_no_locks(const char* what) noexcept;
+
+namespace detail {
+void count_locks(int more) noexcept;
+}  // namespace detail
+
 // A std::mutex that the analysis understands. Not recursive.
 class ROUNDPIPE_ATTRIBUTE(capability("mutex")) Mutex {
  public:
@@ -30,8 +40,14 @@ class ROUNDPIPE_ATTRIBUTE(capability("mutex")) Mutex {
   Mutex(const Mutex&) = delete;
   Mutex& operator=(const Mutex&) = delete;
 
-  void lock() ROUNDPIPE_ATTRIBUTE(acquire_capability()) { mutex_.lock(); }
-  void unlock() ROUNDPIPE_ATTRIBUTE(release_capability()) { mutex_.unlock(); }
+  void lock() ROUNDPIPE_ATTRIBUTE(acquire_capability()) {
+    mutex_.lock();
+    detail::count_locks(1);
+  }
+  void unlock() ROUNDPIPE_ATTRIBUTE(release_capability()) {
+    detail::count_locks(-1);
+    mutex_.unlock();
+  }
 
  private:
   friend class Condition;

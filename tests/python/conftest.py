@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
@@ -14,6 +15,8 @@ from robustness import script_environment
 from sweeps import LongCases
 from torch_threads import one_torch_thread as one_torch_thread
 
+# The engine aborts if what is the user's would run with a lock of its own held: see `require_no_locks`.
+os.environ.setdefault("ROUNDPIPE_DEBUG_LOCKS", "1")
 # For devices that nobody has used yet, torch keeps every manual_seed() with its traceback, which takes longer than all
 # else in many tests. Here there are none.
 for kind in (torch.cuda, torch.mtia, torch.xpu):

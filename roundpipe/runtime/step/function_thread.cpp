@@ -40,7 +40,7 @@ FunctionThread::RunPtr FunctionThread::queue(std::function<bool()> function) {
   {
     const MutexLock lock(mutex_);
     queued_.push_back(run);
-    newest_ = run;
+    newest_ = run->over_;
   }
   changed_.notify_all();
   return run;
@@ -57,12 +57,12 @@ void FunctionThread::require_elsewhere() {
 
 void FunctionThread::wait_all() {
   if (is_here()) return;
-  RunPtr newest;
+  device::EventPtr newest;
   {
     const MutexLock lock(mutex_);
     newest = newest_;
   }
-  if (newest) newest->wait();
+  if (newest) device::wait_interruptible(*newest);
 }
 
 void FunctionThread::drain_any() {
@@ -84,6 +84,7 @@ void FunctionThread::run() {
       working_ = true;
     }
     is_running = true;
+    require_no_locks("a step function");
     try {
       next->returned_ = next->function_();
     } catch (...) {

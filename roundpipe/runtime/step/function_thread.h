@@ -52,7 +52,7 @@ class FunctionThread {
   Mutex mutex_;
   Condition changed_;
   std::deque<RunPtr> queued_ ROUNDPIPE_GUARDED_BY(mutex_);
-  RunPtr newest_ ROUNDPIPE_GUARDED_BY(mutex_);
+  device::EventPtr newest_ ROUNDPIPE_GUARDED_BY(mutex_);  // no more of that run, which may hold what it threw
   bool working_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
 };
 

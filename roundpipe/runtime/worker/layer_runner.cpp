@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/torch_compat/profiler_range.h>
 
 namespace roundpipe::runtime {
@@ -142,6 +143,7 @@ void LayerRunner::pause(JobRun& run) {
 }
 
 Values LayerRunner::execute(JobRun& run, int l, const Values& inputs, int microbatch, Use use) {
+  require_no_locks("a layer");
   const bool recompute = use.recompute;
   Call& call = *run.call;
   LayerState& state = run.layer(l);

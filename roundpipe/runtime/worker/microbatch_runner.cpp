@@ -9,6 +9,7 @@
 
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/runtime/call/loss_reduction.h>
 
 namespace roundpipe::runtime {
@@ -228,6 +229,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   context.layer = run.last_layer;
   context.microbatch = microbatch;
   context.queue = &device_.compute();
+  require_no_locks("a loss");
   std::vector<at::Tensor> losses;
   at::Tensor total;
   const at::AutoGradMode grad_mode(true);
