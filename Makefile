@@ -173,7 +173,7 @@ CARD = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card" ROUNDPIPE_REQUIRE_GPU=1 O
 # Tests of virtual devices that mean something on a card as well: the plugin puts cards in the place of those.
 CARD_PYTHON = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card:$(CURDIR)/tests/fake_card" OMP_NUM_THREADS=1
 ON_CARD := $(patsubst %,tests/python/%.py,behaviour/test_equality_layouts behaviour/test_row_mixing \
-  behaviour/test_tied data/test_microbatch following/test_experts huggingface/test_evaluation \
+  behaviour/test_gradient_sums data/test_microbatch following/test_experts huggingface/test_evaluation \
   model/test_wrap_training step/test_plain_steps step/test_scaler)
 
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
