@@ -178,8 +178,8 @@ def resolve(
         requires_grad=torch.is_grad_enabled() if config.requires_grad is None else config.requires_grad,
         output_device=torch.device("cpu" if config.output_device is None else config.output_device),
         preserve_rng_state=given("preserve_rng_state"),
-        recompute_grain=config.recompute_grain or "stage",
-        tied_grad_accumulation=config.tied_grad_accumulation or "layer",
+        recompute_grain=config.recompute_grain or grain_name(defaults.recompute_grain),
+        tied_grad_accumulation=config.tied_grad_accumulation or _accumulation_name(defaults),
         gradient_groups=given("gradient_groups"),
         fault_tolerant=given("fault_tolerant"),
         verify_every=given("verify_every"),
@@ -191,6 +191,11 @@ def resolve(
         merge_output=True if config.merge_output is None else config.merge_output,
         execute_plan=config.execute_plan,
     )
+
+
+def _accumulation_name(options: _core.RunOptions) -> TiedGradAccumulation:
+    of_layers = options.tied_grad_accumulation == _core.TiedGradAccumulation.LAYER
+    return "layer" if of_layers else "microbatch"
 
 
 def check(config: RoundPipeRunConfig, where: str) -> None:
