@@ -23,7 +23,7 @@
 
 namespace roundpipe {
 
-// How many of the locks below this thread holds.
+// How many of the locks below this thread holds, turns left out.
 int locks_held() noexcept;
 // What is about to run is the user's, and may wait for a thread that needs one of our locks. With ROUNDPIPE_DEBUG_LOCKS
 // set in the environment, aborts the process, after a message, if this thread holds one.
@@ -36,22 +36,28 @@ void count_locks(int more) noexcept;
 // A std::mutex that the analysis understands. Not recursive.
 class ROUNDPIPE_ATTRIBUTE(capability("mutex")) Mutex {
  public:
+  // Of a turn, which locks_held() does not count: values that may belong to an interpreter are dropped under it, and
+  // whoever waits for it holds no interpreter lock.
+  enum class Kind { kLock, kTurn };
+
   Mutex() = default;
+  explicit Mutex(Kind kind) : weight_(kind == Kind::kLock ? 1 : 0) {}
   Mutex(const Mutex&) = delete;
   Mutex& operator=(const Mutex&) = delete;
 
   void lock() ROUNDPIPE_ATTRIBUTE(acquire_capability()) {
     mutex_.lock();
-    detail::count_locks(1);
+    detail::count_locks(weight_);
   }
   void unlock() ROUNDPIPE_ATTRIBUTE(release_capability()) {
-    detail::count_locks(-1);
+    detail::count_locks(-weight_);
     mutex_.unlock();
   }
 
  private:
   friend class Condition;
   std::mutex mutex_;
+  const int weight_ = 1;
 };
 
 // Holds a mutex until the end of the scope.

@@ -134,7 +134,7 @@ class Engine {
   const bool fp16_accumulation_;
   MachineMeter meter_;
   std::shared_ptr<Overseer> overseer_;  // wakes outlive this
-  Mutex overseen_;                      // taken before all others
+  Mutex overseen_{Mutex::Kind::kTurn};  // taken before all others
   Mutex mutex_;                         // one submission at a time; taken before those of the queues
   bool stopping_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   uint64_t era_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;  // see JobRun::era

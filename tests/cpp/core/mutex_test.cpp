@@ -42,6 +42,11 @@ TEST_SUITE("mutex") {
       std::thread([] { CHECK(locks_held() == 0); }).join();
     }
     CHECK(locks_held() == 0);
+    Mutex turn(Mutex::Kind::kTurn);
+    {
+      const MutexLock lock(turn);
+      CHECK(locks_held() == 0);
+    }
     Condition changed;
     {
       const MutexLock lock(first);
