@@ -321,5 +321,5 @@ bench-gpu: $(VENV)/.bench
 	@$(BIN)/python bench/gpu/kit.py $(if $(PEER),--peer $(PEER)) $(BENCH_FLAGS)
 
 clean:
-	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/libroundpipe.so python/roundpipe/_built_with.py
+	rm -rf build dist python/roundpipe/_core*.so python/roundpipe/libroundpipe.so* python/roundpipe/_built_with.py
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -18,6 +18,18 @@ roundpipe_warnings(roundpipe)
 set(exports ${PROJECT_SOURCE_DIR}/cmake/exports.map)
 target_link_options(roundpipe PRIVATE -Wl,--version-script=${exports} -Wl,-Bsymbolic-functions)
 set_target_properties(roundpipe PROPERTIES LINK_DEPENDS ${exports})
+# What a program was linked with is found again by a name that changes with the binary interface: until 1.0, with each
+# minor version. A wheel holds no links, and goes to machines whose torch lies elsewhere.
+set(interface_version ${PROJECT_VERSION_MAJOR})
+set(compatible_packages SameMajorVersion)
+if(interface_version EQUAL 0)
+  set(interface_version 0.${PROJECT_VERSION_MINOR})
+  set(compatible_packages SameMinorVersion)
+endif()
+if(NOT SKBUILD)
+  set_target_properties(roundpipe PROPERTIES
+    VERSION ${PROJECT_VERSION} SOVERSION ${interface_version} INSTALL_RPATH ${TORCH_DIR}/lib)
+endif()
 
 # --- In the Python package: beside the extension, and torch is loaded before it ------------------------------------
 
@@ -28,10 +40,6 @@ install(TARGETS roundpipe LIBRARY DESTINATION roundpipe COMPONENT python EXCLUDE
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/RoundPipe)
 
-# A wheel goes to machines whose torch lies elsewhere.
-if(NOT SKBUILD)
-  set_target_properties(roundpipe PROPERTIES INSTALL_RPATH ${TORCH_DIR}/lib)
-endif()
 install(TARGETS roundpipe EXPORT RoundPipe LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR} COMPONENT cpp)
 install(EXPORT RoundPipe NAMESPACE RoundPipe:: FILE RoundPipeTargets.cmake DESTINATION ${package_folder} COMPONENT cpp)
 
@@ -45,7 +53,7 @@ install(CODE "
 configure_package_config_file(
   ${PROJECT_SOURCE_DIR}/cmake/RoundPipeConfig.cmake.in ${PROJECT_BINARY_DIR}/RoundPipeConfig.cmake
   INSTALL_DESTINATION ${package_folder} NO_SET_AND_CHECK_MACRO NO_CHECK_REQUIRED_COMPONENTS_MACRO)
-write_basic_package_version_file(${PROJECT_BINARY_DIR}/RoundPipeConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+write_basic_package_version_file(${PROJECT_BINARY_DIR}/RoundPipeConfigVersion.cmake COMPATIBILITY ${compatible_packages})
 install(FILES ${PROJECT_BINARY_DIR}/RoundPipeConfig.cmake ${PROJECT_BINARY_DIR}/RoundPipeConfigVersion.cmake
               ${PROJECT_SOURCE_DIR}/cmake/find_torch.cmake
         DESTINATION ${package_folder} COMPONENT cpp)

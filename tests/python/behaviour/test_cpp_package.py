@@ -154,6 +154,18 @@ def test_headers_are_complete_and_need_torch_only(prefix: Path) -> None:
                 assert "python" not in included, f"{header} includes {included}"
 
 
+def test_the_library_s_name_has_the_version_of_its_interface(prefix: Path) -> None:
+    version = re.search(r'(?m)^version = "(.+)"', (ROOT / "pyproject.toml").read_text())
+    assert version is not None
+    major, minor, _ = version[1].split(".")
+    interface = f"libroundpipe.so.{major}" if major != "0" else f"libroundpipe.so.0.{minor}"
+    (plain,) = prefix.rglob("libroundpipe.so")
+    assert plain.readlink() == Path(interface)
+    assert (plain.parent / interface).readlink() == Path(f"libroundpipe.so.{version[1]}")
+    assert not plain.resolve().is_symlink()
+    assert f"[{interface}]" in run("readelf", "--dynamic", plain)
+
+
 def test_only_the_engine_s_names_are_exported(prefix: Path) -> None:
     (library,) = prefix.rglob("libroundpipe.so")
     names = [line.split()[-1] for line in run("nm", "--dynamic", "--defined-only", library).splitlines()]

@@ -367,5 +367,5 @@ def test_other_vocabularies_and_damaged_tokens(train: Train, tokens: Path, tmp_p
 def test_the_program_knows_no_python() -> None:
     said = subprocess.run(["ldd", PROGRAM], capture_output=True, text=True, check=True).stdout
     names = [line.split()[0] for line in said.splitlines()]
-    assert "libroundpipe.so" in names and "not found" not in said
+    assert any(name.startswith("libroundpipe.so.") for name in names) and "not found" not in said
     assert not any("python" in name for name in names), names
