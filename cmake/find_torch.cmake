@@ -79,17 +79,37 @@ function(roundpipe_find_torch default)
       endif()
     endif()
   endif()
+  if(NOT problem AND TARGET torch_cpu)
+    # Two torches in one program do not work.
+    get_target_property(theirs torch_cpu LOCATION)
+    get_filename_component(theirs "${theirs}" REALPATH)
+    get_filename_component(ours ${folder}/lib/libtorch_cpu.so REALPATH)
+    if(NOT theirs STREQUAL ours)
+      string(CONCAT problem "find_package(Torch) has found ${theirs}, and RoundPipe was to use ${ours}; set Torch_DIR "
+                            "and ROUNDPIPE_TORCH_DIR to the same torch")
+    endif()
+  endif()
   set(TORCH_DIR "${folder}" PARENT_SCOPE)
   set(TORCH_VERSION "${version}" PARENT_SCOPE)
   set(TORCH_CXX11_ABI "${abi}" PARENT_SCOPE)
   set(TORCH_PROBLEM "${problem}" PARENT_SCOPE)
 endfunction()
 
-# roundpipe_use_torch(TARGET): what compiles and links with the INTERFACE library TARGET does so with the torch that was
-# found, whether or not the project has targets of find_package(Torch).
+# Both take an INTERFACE library. What links it uses the torch that was found, whether or not the project has targets of
+# find_package(Torch).
+
+# roundpipe_use_torch(TARGET): torch's headers and its libraries.
 function(roundpipe_use_torch target)
   target_include_directories(${target} SYSTEM INTERFACE
     ${TORCH_DIR}/include ${TORCH_DIR}/include/torch/csrc/api/include)
   target_link_libraries(${target} INTERFACE ${TORCH_DIR}/lib/libtorch_cpu.so ${TORCH_DIR}/lib/libc10.so)
   target_compile_definitions(${target} INTERFACE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
+endfunction()
+
+# roundpipe_load_torch(TARGET): programs load all of torch, from this folder, also if they call nothing of it themselves:
+# libtorch.so brings the backends of accelerators.
+function(roundpipe_load_torch target)
+  set(libraries ${TORCH_DIR}/lib/libtorch.so ${TORCH_DIR}/lib/libtorch_cpu.so ${TORCH_DIR}/lib/libc10.so)
+  string(REPLACE ";" "," libraries "${libraries}")
+  target_link_options(${target} INTERFACE LINKER:--push-state,--no-as-needed,${libraries},--pop-state)
 endfunction()

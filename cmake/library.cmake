@@ -10,9 +10,15 @@ add_library(roundpipe SHARED ${objects})
 add_library(RoundPipe::roundpipe ALIAS roundpipe)
 set_target_properties(roundpipe PROPERTIES LINKER_LANGUAGE CXX)
 target_compile_features(roundpipe INTERFACE cxx_std_20)
-target_include_directories(roundpipe INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}> $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+# Another project's warnings are not about our headers.
+set(as_system "")
+if(NOT PROJECT_IS_TOP_LEVEL)
+  set(as_system SYSTEM)
+endif()
+target_include_directories(roundpipe ${as_system} INTERFACE $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+                           $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 target_link_libraries(roundpipe PUBLIC $<BUILD_INTERFACE:roundpipe::torch> $<INSTALL_INTERFACE:RoundPipe::torch>
-                      Threads::Threads)
+                      Threads::Threads INTERFACE $<BUILD_INTERFACE:roundpipe_all_of_torch>)
 roundpipe_warnings(roundpipe)
 # Calls within the library are direct, as in a program that has the levels themselves.
 set(exports ${PROJECT_SOURCE_DIR}/cmake/exports.map)
@@ -37,6 +43,9 @@ install(TARGETS roundpipe LIBRARY DESTINATION roundpipe COMPONENT python EXCLUDE
 
 # --- For C++: headers, the library, and what find_package(RoundPipe) reads -----------------------------------------
 
+if(NOT ROUNDPIPE_INSTALL)
+  return()
+endif()
 include(CMakePackageConfigHelpers)
 set(package_folder ${CMAKE_INSTALL_LIBDIR}/cmake/RoundPipe)
 

@@ -12,6 +12,8 @@ message(STATUS "torch ${TORCH_VERSION} in ${TORCH_DIR}")
 add_library(roundpipe_torch INTERFACE)
 add_library(roundpipe::torch ALIAS roundpipe_torch)
 roundpipe_use_torch(roundpipe_torch)
+add_library(roundpipe_all_of_torch INTERFACE)
+roundpipe_load_torch(roundpipe_all_of_torch)
 
 if(ROUNDPIPE_BUILD_PYTHON)
   add_library(roundpipe_torch_python INTERFACE)

@@ -2,7 +2,7 @@
 #
 # A compiler outside its usual folders may find only libstdc++.a. An extension with its own copy beside torch's shares
 # some of that copy's tables and not others: the first number that it prints ends the process.
-set(probe ${CMAKE_BINARY_DIR}/CMakeFiles/standard_library)
+set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/standard_library)
 file(WRITE ${probe}.cpp "#include <iostream>\nint main() { std::cout << 1; }\n")
 try_compile(probe_compiles ${probe} ${probe}.cpp COPY_FILE ${probe}.bin)
 if(NOT probe_compiles)

@@ -2,40 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from cpp_projects import PRINTED, ROOT, TORCH, needs_cmake, run
 from language_program import make_folder
 from token_files import write_tokens
 
-ROOT = Path(__file__).resolve().parents[3]
 BUILD = ROOT / "build" / "release"
-TORCH = Path(torch.__file__).resolve().parent
-PATH = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 VERSION_HEADER = Path("include", "torch", "headeronly", "version.h")
-PRINTED = "losses and gradients of a plain loop: yes\nerrors of the engine: caught\n"
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(not (BUILD / "CMakeCache.txt").exists(), reason="the package was not built in build/release"),
-    pytest.mark.skipif(shutil.which("cmake", path=PATH) is None, reason="cmake is not here"),
+    needs_cmake,
 ]
-
-
-def run(*command: str | Path, fails: bool = False) -> str:
-    """What a command printed; `fails`: whether it is to fail."""
-    done = subprocess.run(
-        [str(part) for part in command], env=os.environ | {"PATH": PATH}, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode != 0) == fails, done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -368,4 +368,5 @@ def test_the_program_knows_no_python() -> None:
     said = subprocess.run(["ldd", PROGRAM], capture_output=True, text=True, check=True).stdout
     names = [line.split()[0] for line in said.splitlines()]
     assert any(name.startswith("libroundpipe.so.") for name in names) and "not found" not in said
+    assert "libtorch.so" in names  # which brings the backends of accelerators
     assert not any("python" in name for name in names), names
