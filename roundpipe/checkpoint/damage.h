@@ -5,7 +5,6 @@
 
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/export.h>
 
 namespace roundpipe::checkpoint {
 

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/export.h>
 
 namespace roundpipe::checkpoint {
 

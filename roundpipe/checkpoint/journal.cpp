@@ -5,12 +5,16 @@
 #include <charconv>
 #include <cstdio>
 #include <functional>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
 #include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/checkpoint/run_state.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 
 #include "json_text.h"
 
@@ -194,6 +198,10 @@ void check_record(int64_t step, std::string_view text) {
 
 }  // namespace
 
+JournalContents read_journal(const std::string& run_folder, int64_t after_step) {
+  return read_journal(run_folder, after_step, FileSystem::real());
+}
+
 JournalContents read_journal(const std::string& run_folder, int64_t after_step, FileSystem& files) {
   const std::string path = join(run_folder, kJournalName);
   if (files.look(path).kind == EntryKind::kNothing) return {};
@@ -201,83 +209,107 @@ JournalContents read_journal(const std::string& run_folder, int64_t after_step, 
   return read(file, after_step);
 }
 
-Journal::Journal(std::shared_ptr<RunState> run, int64_t after_step) : run_(std::move(run)) {
-  run_->lock.require_own_process();
+struct Journal::Core {
+  explicit Core(std::shared_ptr<RunState> of) : run(std::move(of)) {}
+
+  void begin(int64_t after_step);
+  void write(std::string_view body) ROUNDPIPE_REQUIRES(mutex);
+
+  const std::shared_ptr<RunState> run;
+  std::string notice;  // set before others see this
+
+  Mutex mutex;
+  std::optional<File> file ROUNDPIPE_GUARDED_BY(mutex);
+  int64_t end ROUNDPIPE_GUARDED_BY(mutex) = 0;
+  bool torn ROUNDPIPE_GUARDED_BY(mutex) = false;  // something may be behind `end`
+  std::map<int64_t, std::string> to_replay ROUNDPIPE_GUARDED_BY(mutex);
+};
+
+void Journal::Core::begin(int64_t after_step) {
+  const std::string path = join(run->folder, kJournalName);
+  MutexLock lock(mutex);
+  file.emplace(run->files.open_to_update(path));
+  JournalContents contents = read(*file, after_step);
+  notice = std::move(contents.notice);
+  for (JournalRecord& record : contents.records) to_replay.emplace(record.step, std::move(record.text));
+  end = contents.whole_bytes;
+  torn = true;
+  if (end == 0) {
+    write(kVersion);
+    run->files.sync_folder(run->folder);
+  } else if (!notice.empty()) {
+    file->truncate(end);
+    file->sync();
+  }
+  torn = false;
+}
+
+void Journal::Core::write(std::string_view body) {
+  run->lock.require_own_process();
+  if (torn) file->truncate(end);
+  torn = true;
+  const std::string line = line_of(body);
+  file->write(end, line.data(), static_cast<int64_t>(line.size()));
+  file->sync();
+  torn = false;
+  end += static_cast<int64_t>(line.size());
+}
+
+Journal::Journal(std::shared_ptr<RunState> run, int64_t after_step) : core_(std::make_unique<Core>(std::move(run))) {
+  RunState& state = *core_->run;
+  state.lock.require_own_process();
   {
-    MutexLock lock(run_->mutex);
-    if (std::exchange(run_->has_journal, true)) {
-      throw Error(concat("[journal] the journal of ", run_->folder,
+    MutexLock lock(state.mutex);
+    if (std::exchange(state.has_journal, true)) {
+      throw Error(concat("[journal] the journal of ", state.folder,
                          " is open in this process, expected one writer; close that one first"));
     }
   }
   try {
-    const std::string path = join(run_->folder, kJournalName);
-    MutexLock lock(mutex_);
-    file_.emplace(run_->files.open_to_update(path));
-    JournalContents contents = read(*file_, after_step);
-    notice_ = std::move(contents.notice);
-    for (JournalRecord& record : contents.records) to_replay_.emplace(record.step, std::move(record.text));
-    end_ = contents.whole_bytes;
-    torn_ = true;
-    if (end_ == 0) {
-      write(kVersion);
-      run_->files.sync_folder(run_->folder);
-    } else if (!notice_.empty()) {
-      file_->truncate(end_);
-      file_->sync();
-    }
-    torn_ = false;
+    core_->begin(after_step);
   } catch (...) {
-    MutexLock lock(run_->mutex);
-    run_->has_journal = false;
+    MutexLock lock(state.mutex);
+    state.has_journal = false;
     throw;
   }
 }
 
 Journal::~Journal() {
-  MutexLock lock(run_->mutex);
-  run_->has_journal = false;
+  MutexLock lock(core_->run->mutex);
+  core_->run->has_journal = false;
 }
 
+const std::string& Journal::notice() const { return core_->notice; }
+
 std::optional<std::string> Journal::recorded(int64_t step) const {
-  MutexLock lock(mutex_);
-  const auto found = to_replay_.find(step);
-  if (found == to_replay_.end()) return {};
+  MutexLock lock(core_->mutex);
+  const auto found = core_->to_replay.find(step);
+  if (found == core_->to_replay.end()) return {};
   return found->second;
 }
 
 std::optional<int64_t> Journal::last_recorded() const {
-  MutexLock lock(mutex_);
-  if (to_replay_.empty()) return {};
-  return to_replay_.rbegin()->first;
-}
-
-void Journal::write(std::string_view body) {
-  run_->lock.require_own_process();
-  if (torn_) file_->truncate(end_);
-  torn_ = true;
-  const std::string line = line_of(body);
-  file_->write(end_, line.data(), static_cast<int64_t>(line.size()));
-  file_->sync();
-  torn_ = false;
-  end_ += static_cast<int64_t>(line.size());
+  MutexLock lock(core_->mutex);
+  if (core_->to_replay.empty()) return {};
+  return core_->to_replay.rbegin()->first;
 }
 
 void Journal::append(int64_t step, std::string_view text) {
   check_record(step, text);
-  MutexLock lock(mutex_);
-  const auto replayed = to_replay_.find(step);
-  if (replayed == to_replay_.end() || replayed->second != text) write(concat("step ", step, " ", text));
-  if (replayed != to_replay_.end()) to_replay_.erase(replayed);
+  MutexLock lock(core_->mutex);
+  std::map<int64_t, std::string>& to_replay = core_->to_replay;
+  const auto replayed = to_replay.find(step);
+  if (replayed == to_replay.end() || replayed->second != text) core_->write(concat("step ", step, " ", text));
+  if (replayed != to_replay.end()) to_replay.erase(replayed);
 }
 
 void Journal::rewind(int64_t step) {
   if (step < 0) {
     throw std::invalid_argument(concat("[journal] rewind to step ", step, ", expected a step of 0 or more"));
   }
-  MutexLock lock(mutex_);
-  write(concat("rewind ", step));
-  to_replay_.erase(to_replay_.upper_bound(step), to_replay_.end());
+  MutexLock lock(core_->mutex);
+  core_->write(concat("rewind ", step));
+  core_->to_replay.erase(core_->to_replay.upper_bound(step), core_->to_replay.end());
 }
 
 }  // namespace roundpipe::checkpoint

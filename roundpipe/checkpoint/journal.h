@@ -1,18 +1,16 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include <roundpipe/checkpoint/file_system.h>
-#include <roundpipe/checkpoint/run_state.h>
-#include <roundpipe/core/mutex.h>
-
 namespace roundpipe::checkpoint {
+
+class FileSystem;
+struct RunState;
 
 // The journal of a run: what is known of each completed step, so that a run that was killed between two checkpoints
 // does its steps again and compares.
@@ -46,8 +44,8 @@ struct JournalContents {
 // Reads the records of steps after `after_step`; none where there is no journal. An end that was torn by a crash, or
 // is being written, is left out, with a notice. Damage before the end is an Error that names the place, and so is
 // another major version. Memory: bounded by the records returned. No lock is taken.
-JournalContents read_journal(const std::string& run_folder, int64_t after_step = -1,
-                             FileSystem& files = FileSystem::real());
+JournalContents read_journal(const std::string& run_folder, int64_t after_step = -1);
+JournalContents read_journal(const std::string& run_folder, int64_t after_step, FileSystem& files);
 
 // The journal, to write in. RunFolder::open_journal makes it; it holds the folder's lock. Thread safety: any thread.
 class Journal {
@@ -59,7 +57,7 @@ class Journal {
   Journal& operator=(const Journal&) = delete;
 
   // What was cut off, for the user to read; empty: nothing.
-  const std::string& notice() const { return notice_; }
+  const std::string& notice() const;
 
   // The record of a step that is to be replayed; nothing for other steps.
   std::optional<std::string> recorded(int64_t step) const;
@@ -75,17 +73,8 @@ class Journal {
   void rewind(int64_t step);
 
  private:
-  void write(std::string_view body) ROUNDPIPE_REQUIRES(mutex_);
-
-  const std::shared_ptr<RunState> run_;
-  std::string notice_;
-
-  mutable Mutex mutex_;
-  // Protected by mutex_.
-  std::optional<File> file_ ROUNDPIPE_GUARDED_BY(mutex_);
-  int64_t end_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
-  bool torn_ ROUNDPIPE_GUARDED_BY(mutex_) = false;  // something may be behind end_
-  std::map<int64_t, std::string> to_replay_ ROUNDPIPE_GUARDED_BY(mutex_);
+  struct Core;
+  const std::unique_ptr<Core> core_;
 };
 
 }  // namespace roundpipe::checkpoint

@@ -8,6 +8,7 @@
 
 #include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/checkpoint/journal.h>
+#include <roundpipe/checkpoint/run_state.h>
 #include <roundpipe/checkpoint/step_writer.h>
 
 namespace roundpipe::checkpoint {

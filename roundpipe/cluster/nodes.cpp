@@ -7,6 +7,7 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <roundpipe/cluster/channel.h>
 #include <roundpipe/cluster/heartbeat.h>
 #include <roundpipe/core/error.h>
 
@@ -44,7 +45,8 @@ Nodes::Nodes(Group gradients, Group weights, std::chrono::milliseconds timeout)
       rank_(groups_[0]->getRank()),
       size_(groups_[0]->getSize()),
       patience_(timeout * 3 / 4),  // so that there is time to find out who is missing
-      heartbeat_(std::make_shared<Heartbeat>(groups_[0]->getStore(), rank_, size_, timeout)) {
+      heartbeat_(std::make_shared<Heartbeat>(groups_[0]->getStore(), rank_, size_, timeout)),
+      channels_{std::make_unique<Channel>(), std::make_unique<Channel>()} {
   if (groups_[1]->getRank() != rank_ || groups_[1]->getSize() != size_) {
     throw std::invalid_argument(
         "[cluster] the groups of gradients and of weights have different ranks, expected two groups of the same "
@@ -59,7 +61,7 @@ std::shared_ptr<Nodes> Nodes::of_names(const std::string& gradients, const std::
 
 Nodes::~Nodes() = default;
 
-Channel& Nodes::channel(Link link) { return channels_[static_cast<size_t>(link)]; }
+Channel& Nodes::channel(Link link) { return *channels_[static_cast<size_t>(link)]; }
 
 at::Tensor Nodes::scratch(Link link, int64_t size_bytes) {
   at::Tensor& memory = scratch_[static_cast<size_t>(link)];

@@ -3,11 +3,10 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
-
-#include <roundpipe/cluster/channel.h>
 
 namespace c10d {
 class ProcessGroup;
@@ -15,6 +14,7 @@ class ProcessGroup;
 
 namespace roundpipe::cluster {
 
+class Channel;
 struct Heartbeat;
 
 // The other processes that train the same model, each with rows and devices of its own, and two process groups that
@@ -66,7 +66,7 @@ class Nodes {
   const std::chrono::milliseconds patience_;  // of a collective
   const std::shared_ptr<Heartbeat> heartbeat_;
   at::Tensor scratch_[2];  // each used on its link's thread
-  Channel channels_[2];
+  const std::unique_ptr<Channel> channels_[2];
 };
 
 }  // namespace roundpipe::cluster

@@ -6,7 +6,6 @@
 #include <string>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/export.h>
 
 namespace roundpipe {
 

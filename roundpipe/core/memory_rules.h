@@ -14,11 +14,6 @@ inline constexpr int kStagedMicrobatches = 3;
 // weights is freed.
 inline constexpr double kActivationShare = 0.4;
 
-// What the backward of a stage recomputes at a time: the whole stage, whose graph it then holds, or one layer. Backward
-// stages of one layer each are recomputed from their own inputs; in a longer one, forwards run once more (see
-// MicrobatchRunner), so plans have one only where the host has no room for the inputs of every layer.
-enum class RecomputeGrain { kStage, kLayer };
-
 // Whether `held_bytes` fit under a device's cap; 0 = no cap.
 constexpr bool fits_cap(std::int64_t held_bytes, std::int64_t cap_bytes) {
   return cap_bytes == 0 || held_bytes <= cap_bytes;
@@ -35,19 +30,6 @@ struct GradientBytes {
 constexpr GradientBytes gradient_bytes(std::int64_t own_bytes, std::int64_t sum_bytes, bool wider_sums, bool tied) {
   return {tied ? sum_bytes : own_bytes, sum_bytes, wider_sums && !tied ? own_bytes : 0};
 }
-
-// The gradients of weights that a layer shares with later ones. A job that has all of these layers, and all
-// microbatches of a step, adds up their sums and sends one, rounded.
-struct JoinedGradients {
-  int last_layer = 0;        // of those that share them; 0: none does
-  std::int64_t saved = 0;    // bytes that such a job sends less than GradientBytes::sent of each of its layers
-  std::int64_t rounded = 0;  // as in GradientBytes
-
-  // `first_layer`: the layer whose entry this is.
-  constexpr bool holds(int first_layer, int job_first, int job_last) const {
-    return last_layer > 0 && job_first <= first_layer && last_layer < job_last;
-  }
-};
 
 // How many of the partial sums of a gradient, at least two, the host keeps beside it: one of the gradient's own dtype
 // can become the gradient.

@@ -5,7 +5,7 @@
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
-#include <roundpipe/core/export.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/kernels/entries.h>
 
 namespace roundpipe::kernels {

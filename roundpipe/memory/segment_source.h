@@ -9,7 +9,7 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/Allocator.h>
 
-#include <roundpipe/core/export.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/device/page_locker.h>
 
 namespace roundpipe::memory {

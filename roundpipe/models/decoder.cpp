@@ -216,19 +216,6 @@ Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps, bool sca
   return scales_in_float ? (weight * states).to(dtype) : weight * states.to(dtype);
 }
 
-Attention parse_attention(std::string_view name) {
-  if (name == "eager") return Attention::kEager;
-  if (name == "sdpa") return Attention::kSdpa;
-  if (name == "packed") return Attention::kPacked;
-  throw std::invalid_argument(
-      concat("[decoder] the attention is '", name, "', expected one of eager, sdpa and packed"));
-}
-
-std::string_view attention_name(Attention attention) {
-  if (attention == Attention::kEager) return "eager";
-  return attention == Attention::kSdpa ? "sdpa" : "packed";
-}
-
 DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
   if (names.size() != tensors.size()) {
     throw std::invalid_argument(

@@ -9,21 +9,13 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/core/arithmetic.h>
+#include <roundpipe/models/implementations.h>
 #include <roundpipe/models/lora.h>
 #include <roundpipe/models/moe.h>
 #include <roundpipe/ops/chunked_mlp.h>
 #include <roundpipe/ops/documents.h>
 
 namespace roundpipe::models {
-
-// How scores become outputs: transformers' "eager", which computes the matrix of scores, "sdpa", torch's own, or
-// "packed", ops::packed_attention for masks that name the documents of a row, and else torch's own.
-enum class Attention : int { kEager, kSdpa, kPacked };
-
-// "eager", "sdpa" or "packed". Throws std::invalid_argument for another name.
-Attention parse_attention(std::string_view name);
-// The name of one.
-std::string_view attention_name(Attention attention);
 
 // A layer of a causal language model: an RMS norm, attention with rotary positions and grouped heads, a second RMS
 // norm, a gated MLP or a mixture of experts, and a sum after each half. Llama, Mistral, Qwen2, Qwen3, Qwen3-MoE and

@@ -196,14 +196,6 @@ Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor&
 
 }  // namespace
 
-Experts parse_experts(std::string_view name) {
-  if (name == "eager") return Experts::kEager;
-  if (name == "grouped_mm") return Experts::kGrouped;
-  if (name == "batched_mm") return Experts::kBatched;
-  throw std::invalid_argument(
-      concat("[moe] the experts are '", name, "', expected one of eager, grouped_mm and batched_mm"));
-}
-
 Shares parse_shares(std::string_view name) {
   if (name == "softmax_of_all") return Shares::kSoftmaxOfAll;
   if (name == "normalized") return Shares::kNormalized;

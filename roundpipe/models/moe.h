@@ -7,17 +7,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/core/arithmetic.h>
+#include <roundpipe/models/implementations.h>
 #include <roundpipe/ops/chunked_mlp.h>
 
 namespace roundpipe::models {
-
-// How the experts compute, by transformers' names of the same operators. kEager: expert by expert, their outputs added
-// in this order. kGrouped: the tokens sorted by expert, and grouped products. kBatched: a copy of the expert's matrices
-// for each token.
-enum class Experts : int { kEager, kGrouped, kBatched };
-
-// "eager", "grouped_mm" or "batched_mm". Throws std::invalid_argument for another name.
-Experts parse_experts(std::string_view name);
 
 // The gate of GPT-OSS: with both inputs bounded by `limit` (`gate` from above only), (up + 1) * gate * sigmoid(alpha *
 // gate).

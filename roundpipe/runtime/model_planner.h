@@ -7,7 +7,6 @@
 #include <optional>
 #include <vector>
 
-#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/runtime/cost_meter.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/schedule/search.h>

@@ -5,33 +5,10 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/core/memory_rules.h>
-#include <roundpipe/schedule/range.h>
+#include <roundpipe/schedule/layer_cost.h>
+#include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::schedule {
-
-// The costs of one layer. Times are for one microbatch on a device of speed 1.
-struct LayerCost {
-  double forward_ms = 0;
-  double backward_ms = 0;                             // without the recompute
-  std::int64_t weight_bytes = 0;                      // uploaded on each visit
-  std::int64_t gradient_bytes = 0;                    // downloaded after a backward visit
-  std::int64_t activation_bytes = 0;                  // the layer's output, one microbatch
-  std::int64_t saved_bytes = 0;                       // kept on the device from forward to backward, one microbatch
-  std::optional<double> recompute_ms = std::nullopt;  // the recompute before the backward; if unset, forward_ms
-  bool trained = true;                                // false for a frozen layer, which has no sums of gradients
-  // Downloaded instead of gradient_bytes by each of several devices that share a visit: sums that are not rounded yet.
-  // If unset, twice gradient_bytes, as for 16-bit gradients with sums in fp32.
-  std::optional<std::int64_t> partial_sum_bytes = std::nullopt;
-  JoinedGradients joined = {};  // of weights that this layer is the first to have, and others share
-  // Of weight_bytes: weights that no step changes, which a device may keep, see KeptWeights.
-  std::int64_t frozen_bytes = 0;
-
-  // The weights that the optimizer updates: those that have gradients, of an adapter a small part of the layer.
-  std::int64_t updated_bytes() const { return weight_bytes < gradient_bytes ? weight_bytes : gradient_bytes; }
-};
-
-using LayerCosts = std::vector<LayerCost>;
 
 // One device, as the planner sees it.
 struct ClusterDevice {

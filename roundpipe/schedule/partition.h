@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/schedule/range.h>
+#include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::schedule {
 

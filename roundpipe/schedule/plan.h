@@ -4,9 +4,33 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/schedule/range.h>
+namespace roundpipe {
+
+// What the backward of a stage recomputes at a time: the whole stage, whose graph it then holds, or one layer. Backward
+// stages of one layer each are recomputed from their own inputs; in a longer one, forwards run once more (see
+// MicrobatchRunner), so plans have one only where the host has no room for the inputs of every layer.
+enum class RecomputeGrain { kStage, kLayer };
+
+}  // namespace roundpipe
 
 namespace roundpipe::schedule {
+
+// Consecutive integers [first, last): the layers of a stage or the microbatches of a job.
+struct Range {
+  int first = 0;
+  int last = 0;
+
+  int size() const { return last - first; }
+  bool contains(int value) const { return first <= value && value < last; }
+  bool operator==(const Range&) const = default;
+};
+
+// "[first, last)", the form in errors and logs.
+inline std::string to_string(Range range) {
+  std::string text(1, '[');  // at -O3, g++ 12 warns of a false overlap in `"[" + string`
+  text += std::to_string(range.first) + ", " + std::to_string(range.last);
+  return text += ')';
+}
 
 // The work of a device on one visit to a stage. kFused: forward, loss and backward of the last layers.
 enum class Phase { kForward, kFused, kBackward };
@@ -55,6 +79,16 @@ struct Plan {
   std::vector<Range> backward_stages() const;
 
   bool operator==(const Plan&) const = default;
+};
+
+// The layers cut into stages. Both lists are in execution order.
+struct Stages {
+  std::vector<Range> forward;
+  // From the last layers down to first_backward_layer. In kFused, the front is the fused stage, and `forward` ends
+  // where the fused stage starts. Empty in kInference.
+  std::vector<Range> backward;
+
+  bool operator==(const Stages&) const = default;
 };
 
 // Derives the mode from the plan's phases: kFused if any job is fused, kTrain if any is backward, else kInference.

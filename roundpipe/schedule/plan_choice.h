@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/core/export.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/schedule/cut.h>
 #include <roundpipe/schedule/placer.h>
 

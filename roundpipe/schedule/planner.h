@@ -39,16 +39,6 @@ struct PlannerOptions {
 // The sums of `costs` for plans with these options.
 CostSums sums_of(const LayerCosts& costs, const PlannerOptions& options);
 
-// The layers cut into stages. Both lists are in execution order.
-struct Stages {
-  std::vector<Range> forward;
-  // From the last layers down to first_backward_layer. In kFused, the front is the fused stage, and `forward` ends
-  // where the fused stage starts. Empty in kInference.
-  std::vector<Range> backward;
-
-  bool operator==(const Stages&) const = default;
-};
-
 // Balances forward stages by forward time, and backward and fused stages by forward + backward time (the forward stands
 // for the recompute). Makes as few stages as the options allow. Deterministic.
 // Throws std::invalid_argument for bad costs or options, and for a layer over max_stage_bytes.

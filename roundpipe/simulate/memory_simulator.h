@@ -6,7 +6,9 @@
 
 #include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/residency.h>
+#include <roundpipe/schedule/layer_cost.h>
 #include <roundpipe/schedule/plan.h>
+#include <roundpipe/simulate/predicted_memory.h>
 
 namespace roundpipe::simulate {
 
@@ -59,22 +61,6 @@ struct StepSizes {
   int gradient_groups = 1;  // see schedule::GradientGroups
 };
 
-// Bytes on a device at its peak.
-struct DeviceMemory {
-  std::int64_t weights = 0;    // of the running stage and of the next one, in one arena that lasts for the step
-  std::int64_t gradients = 0;  // parameter gradients, summed on the device
-  std::int64_t values = 0;     // what microbatches pass from stage to stage
-  std::int64_t work = 0;       // of running layers: saved activations and temporaries
-  // Frozen weights that stay there, at most, in room that nothing else needs; 0 on a device without a cap.
-  std::int64_t resident = 0;
-
-  std::int64_t total() const { return needed() + resident; }
-  // Without what goes first when memory is short.
-  std::int64_t needed() const { return weights + gradients + values + work; }
-  // Beside all weights: what the engine keeps free for a job, see choose_residents().
-  std::int64_t beside_weights() const { return gradients + values + work; }
-};
-
 struct DeviceRules {
   std::int64_t cap_bytes = 0;  // if the next job's weights do not fit beside the running job, they come later; 0 = none
   bool waits = false;          // a job begins only when everything that the previous job sends has gone
@@ -103,13 +89,6 @@ std::int64_t waiting_on_host(const schedule::Plan& plan, std::span<const LayerFo
 // std::invalid_argument if sizes and plan do not match.
 std::int64_t partial_sum_bytes(const schedule::Plan& plan, const StepSizes& sizes);
 
-// Bytes of a model and a fused optimizer on the host.
-struct HostMemory {
-  std::int64_t weights = 0;
-  std::int64_t gradients = 0;
-  std::int64_t masters = 0;  // what fp32 masters of 16-bit weights take beyond the weights
-  std::int64_t moments = 0;  // what the optimizer keeps beside the masters
-};
 // `blocks`: tensors whose memory is one block; if any of them is trained, there are gradients for all of them.
 HostMemory predict_host(std::span<const std::vector<ParameterSize>> blocks);
 // The sums of a parameter that `layers` layers share, until they are added up, beyond its gradient.

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/checkpoint/file_system.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/tokens/header.h>
@@ -34,10 +35,13 @@ checkpoint::File open(const std::string& path, checkpoint::FileSystem& files) {
 
 }  // namespace
 
-TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files) : file_(open(path, files)) {
-  const int64_t size = file_.size();
+TokenFile::TokenFile(const std::string& path) : TokenFile(path, checkpoint::FileSystem::real()) {}
+
+TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files)
+    : path_(path), file_(std::make_unique<checkpoint::File>(open(path, files))) {
+  const int64_t size = file_->size();
   Header header{};
-  if (size >= kHeaderBytes) file_.read(0, &header, kHeaderBytes);
+  if (size >= kHeaderBytes) file_->read(0, &header, kHeaderBytes);
   if (std::memcmp(header.magic, Header::kMagic, sizeof(Header::kMagic)) != 0) {
     throw std::invalid_argument(concat("[tokens] ", path, " is no token file, expected one that begins with RPTOKENS; ",
                                        "make it with `roundpipe tokenize`"));
@@ -65,13 +69,17 @@ TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files) : f
         concat("it has ", size, " bytes, expected ", ends_at + ends_bytes, ": it was cut, or not written to its end"));
   }
   ends_.resize(header.documents);
-  file_.read(ends_at, ends_.data(), ends_bytes);
+  file_->read(ends_at, ends_.data(), ends_bytes);
   bool rises = ends_.front() > 0 && ends_.back() == header.tokens;
   for (size_t i = 1; i < ends_.size(); ++i) rises = rises && ends_[i] > ends_[i - 1];
   if (checkpoint::crc32c(ends_.data(), static_cast<size_t>(ends_bytes)) != header.ends_checksum || !rises) {
     refuse("the ends of its documents do not have their checksum, or do not rise to the number of tokens");
   }
 }
+
+TokenFile::~TokenFile() = default;
+TokenFile::TokenFile(TokenFile&&) noexcept = default;
+TokenFile& TokenFile::operator=(TokenFile&&) noexcept = default;
 
 void TokenFile::refuse(const std::string& what) const {
   throw Error(concat("[tokens] ", path(), " is damaged: ", what, "; make or copy it again"));
@@ -88,7 +96,7 @@ void TokenFile::read(int64_t first, int64_t count, int64_t* to) const {
   for (int64_t done = 0; done < count;) {
     const int64_t part = std::min(count - done, kPartBytes / token_bytes_);
     bytes.resize(static_cast<size_t>(part * token_bytes_));
-    file_.read(kHeaderBytes + (first + done) * token_bytes_, bytes.data(), part * token_bytes_);
+    file_->read(kHeaderBytes + (first + done) * token_bytes_, bytes.data(), part * token_bytes_);
     if (token_bytes_ == 2) {
       widen<uint16_t>(bytes, part, to + done);
     } else {
@@ -120,7 +128,7 @@ void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
   const int64_t all = tokens() * token_bytes_;
   for (int64_t at = 0; at < all; at += kPartBytes) {
     const int64_t part = std::min(kPartBytes, all - at);
-    file_.read(kHeaderBytes + at, bytes.data(), part);
+    file_->read(kHeaderBytes + at, bytes.data(), part);
     checksum = checkpoint::crc32c(bytes.data(), static_cast<size_t>(part), checksum);
     if (progress) progress(part);
   }

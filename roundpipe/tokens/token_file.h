@@ -2,10 +2,14 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
-#include <roundpipe/checkpoint/file_system.h>
+namespace roundpipe::checkpoint {
+class File;
+class FileSystem;
+}  // namespace roundpipe::checkpoint
 
 namespace roundpipe::tokens {
 
@@ -16,9 +20,13 @@ class TokenFile {
  public:
   // Checks header, size and the documents' ends. Throws std::invalid_argument for a file that is no token file, and
   // Error for one that is cut, damaged or of another version.
-  explicit TokenFile(const std::string& path, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+  explicit TokenFile(const std::string& path);
+  TokenFile(const std::string& path, checkpoint::FileSystem& files);
+  ~TokenFile();
+  TokenFile(TokenFile&&) noexcept;
+  TokenFile& operator=(TokenFile&&) noexcept;
 
-  const std::string& path() const { return file_.path(); }
+  const std::string& path() const { return path_; }
   int64_t tokens() const { return static_cast<int64_t>(ends().back()); }
   int64_t documents() const { return static_cast<int64_t>(ends().size()); }
   // Every token is smaller.
@@ -45,7 +53,8 @@ class TokenFile {
   [[noreturn]] void refuse(const std::string& what) const;
   const std::vector<uint64_t>& ends() const;
 
-  mutable checkpoint::File file_;  // reading changes nothing of it
+  std::string path_;
+  std::unique_ptr<checkpoint::File> file_;
   int64_t token_bytes_ = 0;
   int64_t vocabulary_ = 0;
   uint32_t checksum_ = 0;

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/runtime/call/cut.h>
+#include <roundpipe/runtime/call/run_options.h>
 
 namespace roundpipe::runtime {
 

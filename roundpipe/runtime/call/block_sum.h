@@ -8,7 +8,7 @@
 
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/gradient_block.h>
-#include <roundpipe/schedule/range.h>
+#include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::runtime {
 

@@ -8,7 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/core/export.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/device/device.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/runtime/model/values.h>

@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/core/memory_rules.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
@@ -19,6 +18,7 @@
 #include <roundpipe/runtime/model/resident_copies.h>
 #include <roundpipe/runtime/model/shells.h>
 #include <roundpipe/runtime/model/update_meter.h>
+#include <roundpipe/schedule/layer_cost.h>
 
 namespace roundpipe::runtime {
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -15,3 +16,11 @@ struct Values {
 };
 
 }  // namespace roundpipe::runtime
+
+namespace roundpipe {
+
+// A loss over the engine's values: outputs and label of one microbatch in, scalars out. Called on devices' threads.
+using LossFunction =
+    std::function<std::vector<at::Tensor>(const runtime::Values& outputs, const runtime::Values& label)>;
+
+}  // namespace roundpipe

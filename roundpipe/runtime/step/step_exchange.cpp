@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <roundpipe/cluster/channel.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/step/step_run.h>
 

@@ -3,7 +3,7 @@
 #include <vector>
 
 #include <roundpipe/device/device.h>
-#include <roundpipe/schedule/range.h>
+#include <roundpipe/schedule/plan.h>
 
 namespace roundpipe::runtime {
 
