@@ -6,6 +6,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/simulate/memory_simulator.h>
 
 namespace roundpipe {
 

@@ -3,24 +3,16 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/core/export.h>
 #include <roundpipe/optim/hyperparameters.h>
-#include <roundpipe/simulate/memory_simulator.h>
+#include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
-
-// A model or a step does not fit what the user has given it.
-class ROUNDPIPE_API BudgetExceeded : public std::invalid_argument {
- public:
-  using std::invalid_argument::invalid_argument;
-};
 
 // A fused optimizer, as far as its memory depends on it.
 struct OptimizerMemory {
@@ -28,15 +20,6 @@ struct OptimizerMemory {
   optim::Hyperparameters options = {};
   optim::MomentFormat moments = optim::MomentFormat::kFloat32;
   int nodes = 1;  // processes that share its state
-};
-
-// Bytes of a model's training on the host.
-struct HostPrediction : simulate::HostMemory {
-  int64_t values = 0;             // that wait between stages until their backward; 0 before a batch is known
-  int64_t partial_sums = 0;       // of gradients, beyond these: of layers that share a parameter or a device
-  int64_t kept_for_failures = 0;  // to run jobs again (RunOptions: fault_tolerant, verify_every), at most
-
-  int64_t total() const { return weights + gradients + masters + moments + values + partial_sums + kept_for_failures; }
 };
 
 // Of groups with these hyperparameters, at least one, that which takes the most for a parameter.

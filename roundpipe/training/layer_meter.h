@@ -4,8 +4,8 @@
 
 #include <roundpipe/device/device.h>
 #include <roundpipe/runtime/model/model_state.h>
+#include <roundpipe/runtime/model/values.h>
 #include <roundpipe/simulate/memory_simulator.h>
-#include <roundpipe/training/loss_function.h>
 
 namespace roundpipe {
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/training/host_memory.h>
 
 namespace roundpipe {
 

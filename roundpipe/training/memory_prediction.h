@@ -2,12 +2,30 @@
 
 #include <cstdint>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include <roundpipe/training/host_memory.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/schedule/plan.h>
+#include <roundpipe/simulate/predicted_memory.h>
 
 namespace roundpipe {
+
+// A model or a step does not fit what the user has given it.
+class ROUNDPIPE_API BudgetExceeded : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+// Bytes of a model's training on the host.
+struct HostPrediction : simulate::HostMemory {
+  int64_t values = 0;             // that wait between stages until their backward; 0 before a batch is known
+  int64_t partial_sums = 0;       // of gradients, beyond these: of layers that share a parameter or a device
+  int64_t kept_for_failures = 0;  // to run jobs again (RunOptions: fault_tolerant, verify_every), at most
+
+  int64_t total() const { return weights + gradients + masters + moments + values + partial_sums + kept_for_failures; }
+};
 
 // Where a layer's activations are between its forward and its backward.
 enum class Activations {

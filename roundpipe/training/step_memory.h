@@ -10,10 +10,11 @@
 
 #include <roundpipe/runtime/call/run_options.h>
 #include <roundpipe/runtime/model/out_of_memory.h>
+#include <roundpipe/runtime/model/values.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step_memory.h>
 #include <roundpipe/simulate/memory_simulator.h>
-#include <roundpipe/training/loss_function.h>
+#include <roundpipe/training/host_memory.h>
 #include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
