@@ -1,5 +1,6 @@
 #include <unordered_map>
 
+#include <roundpipe/cluster/channel.h>
 #include <roundpipe/training/fused_steps.h>
 
 #include "bindings.h"

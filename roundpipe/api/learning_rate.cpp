@@ -48,6 +48,14 @@ LearningRate linear_rate(int64_t warmup_steps, int64_t total_steps, double floor
   return falling(warmup_steps, total_steps, floor, [](double share) { return 1 - share; });
 }
 
+LearningRate step_rate(int64_t step_size, double gamma) {
+  if (step_size < 1 || !(gamma >= 0)) {
+    throw std::invalid_argument(concat("[learning rate] a factor of ", gamma, " every ", step_size,
+                                       " steps, expected a factor that is not negative, and 1 step or more"));
+  }
+  return [=](int64_t step) { return std::pow(gamma, static_cast<double>(step / step_size)); };
+}
+
 LearningRate cosine_rate(int64_t warmup_steps, int64_t total_steps, double floor) {
   return falling(warmup_steps, total_steps, floor,
                  [](double share) { return 0.5 * (1 + std::cos(std::numbers::pi * share)); });

@@ -113,6 +113,11 @@ const std::vector<Hyperparameters>& Optimizer::all_options() const {
   return options_;
 }
 
+std::span<Hyperparameters> Optimizer::param_groups() {
+  core();
+  return options_;
+}
+
 Hyperparameters& Optimizer::options(size_t index) {
   core();
   return options_.at(index);
@@ -122,6 +127,8 @@ Hyperparameters& Optimizer::options() {
   core();
   return options_.back();
 }
+
+void Optimizer::zero_grad() { core()->drop_gradients(); }
 
 const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
   require_in_range(algorithm_, all_options(), "step");
@@ -187,7 +194,5 @@ void Optimizer::count_step(const std::vector<double>& next_rates) noexcept {
 void Optimizer::set_rates(const std::vector<double>& rates) noexcept {
   for (size_t i = 0; i < rates.size(); ++i) options_[i].lr = rates[i];
 }
-
-runtime::HostBytes Optimizer::host_bytes() const { return core()->host_bytes(options_); }
 
 }  // namespace roundpipe

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -14,9 +15,11 @@
 
 #include <roundpipe/api/host_weights.h>
 #include <roundpipe/api/learning_rate.h>
-#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/optim/hyperparameters.h>
-#include <roundpipe/runtime/step/host_bytes.h>
+
+namespace roundpipe::cluster {
+class Nodes;
+}
 
 namespace roundpipe {
 
@@ -73,10 +76,14 @@ class Optimizer {
   Optimizer(Optimizer&&) = default;
   Optimizer& operator=(Optimizer&& other) noexcept;
 
-  // The hyperparameters of group `index`; changes hold from the next step on. The last group is that of the rule.
+  // The hyperparameters of all groups, of group `index`, and of the last one, which is that of the rule. Changes hold
+  // from the next step on.
+  std::span<optim::Hyperparameters> param_groups();
   optim::Hyperparameters& options(size_t index);
   optim::Hyperparameters& options();
-  size_t groups() const { return all_options().size(); }
+
+  // Drops the gradients that no step has consumed, without waiting. A step leaves none.
+  void zero_grad();
 
   // From now on, each group's learning rate is the one that it has now times `factor` of the number of steps made;
   // null: the rates stay as they are. What `factor` throws leaves everything as it was, here and below.
@@ -84,9 +91,6 @@ class Optimizer {
   // The number of steps begun, which the schedule goes by.
   int64_t steps() const;
   void set_steps(int64_t steps);
-
-  // The host memory of the model and this optimizer.
-  runtime::HostBytes host_bytes() const;
 
   // -- for Model --
   const std::shared_ptr<runtime::ModelOptimizer>& core() const;

@@ -189,7 +189,7 @@ ordered_json Capture::groups_of(const std::vector<std::vector<std::string>>& nam
 
 void Capture::take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotMemory>& memory) {
   const std::shared_ptr<runtime::ModelOptimizer>& core = optimizer.core();
-  std::vector<std::vector<std::string>> names(optimizer.groups());
+  std::vector<std::vector<std::string>> names(optimizer.all_options().size());
   std::set<std::string> covered;
   Contents::Places places;
   for (size_t b = 0; b < core->block_count(); ++b) {
@@ -217,7 +217,7 @@ void Capture::take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotM
   std::vector<StateValue> options;
   std::vector<double> rates;
   const std::vector<double>& first_rates = optimizer.first_rates();
-  for (size_t i = 0; i < optimizer.groups(); ++i) {
+  for (size_t i = 0; i < names.size(); ++i) {
     const std::optional<double> first = first_rates.empty() ? std::nullopt : std::optional(first_rates[i]);
     options.push_back(options_dict(optimizer.algorithm(), optimizer.all_options()[i], first));
     rates.push_back(optimizer.all_options()[i].lr);

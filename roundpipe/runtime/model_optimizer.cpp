@@ -275,6 +275,10 @@ void ModelOptimizer::finish() {
   restart_masters();
 }
 
+void ModelOptimizer::drop_gradients() {
+  for (const auto& pipeline : pipelines_) pipeline->gradients().drop();
+}
+
 ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperparameters>& groups) const {
   require_own_process();
   HostBytes bytes;

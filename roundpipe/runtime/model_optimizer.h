@@ -9,7 +9,6 @@
 
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
-#include <roundpipe/runtime/step/host_bytes.h>
 #include <roundpipe/runtime/step/step_run.h>
 
 namespace roundpipe::runtime {
@@ -81,7 +80,16 @@ class ModelOptimizer {
   // called after the last one.
   std::vector<at::Tensor> load_next_weights(size_t index);
 
-  using HostBytes = runtime::HostBytes;
+  // Drops the gradients that no step has consumed. Nothing blocks.
+  void drop_gradients();
+
+  // What the models and their optimizer take of the host.
+  struct HostBytes {
+    int64_t parameters = 0;  // number of trained parameters
+    int64_t weights_and_gradients = 0;
+    int64_t remainders = 0;
+    int64_t moments = 0;
+  };
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
   // The same with the hyperparameters of the latest step or, before it, of set_groups().
   HostBytes host_bytes() const { return host_bytes(groups_); }

@@ -166,7 +166,7 @@ TEST_SUITE("optimizer") {
     UpdateRule frozen{torch::optim::SGDOptions(0)};
     const auto is_bias = [](const std::string& name, const Tensor&) { return name.ends_with("bias"); };
     Optimizer optimizer(model, torch::optim::SGDOptions(0.1), {{is_bias, frozen.options}});
-    REQUIRE(optimizer.groups() == 2);
+    REQUIRE(optimizer.param_groups().size() == 2);
     optimizer.set_learning_rate(linear_rate(2, 4));
     CHECK(optimizer.options().lr == 0.05);
     const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
@@ -181,7 +181,49 @@ TEST_SUITE("optimizer") {
     model.synchronize();
     const std::vector<Tensor> after = layers->parameters();
     for (size_t i = 0; i < after.size(); ++i) CHECK(same_bits(before[i], after[i]) == (i % 2 == 1));
-    CHECK(optimizer.host_bytes().parameters > 0);
+  }
+
+  TEST_CASE("steps of the rate are those of torch's StepLR") {
+    set_devices("virtual:1");
+    nn::Sequential layers = mlp(), others = mlp();
+    Model model(layers);
+    Optimizer optimizer(model, torch::optim::SGDOptions(0.5));
+    optimizer.set_learning_rate(step_rate(3, 0.25));
+    torch::optim::SGD plain(others->parameters(), torch::optim::SGDOptions(0.5));
+    torch::optim::StepLR schedule(plain, 3, 0.25);
+    for (int i = 0; i < 8; ++i) {
+      CHECK(optimizer.options().lr == plain.param_groups()[0].options().get_lr());
+      model.forward_backward(at::ones({kPoints, 5}), at::ones({kPoints, 3}), squared_errors);
+      model.step(optimizer);
+      schedule.step();
+    }
+    CHECK_THROWS_WITH_AS(step_rate(0), doctest::Contains("1 step or more"), std::invalid_argument);
+    CHECK_THROWS_WITH_AS(step_rate(1, -1), doctest::Contains("not negative"), std::invalid_argument);
+    CHECK_THROWS_AS(step_rate(1, std::nan("")), std::invalid_argument);
+  }
+
+  TEST_CASE("gradients that are dropped are in no step, and rates change by group") {
+    set_devices("virtual:2");
+    at::manual_seed(6);
+    nn::Sequential layers = mlp(), same = twin_of(layers);
+    Model model(layers), twin(same);
+    const auto is_bias = [](const std::string& name, const Tensor&) { return name.ends_with("bias"); };
+    Optimizer optimizer(model, torch::optim::SGDOptions(0.1), {{is_bias, {.weight_decay = 0.1}}});
+    Optimizer expected(twin, torch::optim::SGDOptions(0.05), {{is_bias, {.weight_decay = 0.1}}});
+    for (optim::Hyperparameters& group : optimizer.param_groups()) group.lr *= 0.5;
+    const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
+    model.forward_backward(batch * 2, labels, squared_errors);
+    twin.set_calls(model.calls());
+    optimizer.zero_grad();
+    for (int i = 0; i < 2; ++i) {
+      model.forward_backward(batch, labels, squared_errors);
+      twin.forward_backward(batch, labels, squared_errors);
+      model.step(optimizer);
+      twin.step(expected);
+    }
+    model.synchronize();
+    twin.synchronize();
+    CHECK(same_state(layers->parameters(), same->parameters()));
   }
 
   TEST_CASE("a group keeps the rule's other options, as groups of torch do") {

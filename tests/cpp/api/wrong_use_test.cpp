@@ -307,14 +307,10 @@ TEST_SUITE("wrong use") {
 
     Optimizer updates(std::move(optimizer));
     const Uses of_optimizer = {
-        [&] { model.step(optimizer); },
-        [&] { optimizer.options(); },
-        [&] { optimizer.options(0); },
-        [&] { optimizer.groups(); },
-        [&] { optimizer.set_learning_rate(cosine_rate(1, 2)); },
-        [&] { optimizer.steps(); },
-        [&] { optimizer.set_steps(1); },
-        [&] { optimizer.host_bytes(); },
+        [&] { model.step(optimizer); }, [&] { optimizer.options(); },
+        [&] { optimizer.options(0); },  [&] { optimizer.param_groups(); },
+        [&] { optimizer.zero_grad(); }, [&] { optimizer.set_learning_rate(cosine_rate(1, 2)); },
+        [&] { optimizer.steps(); },     [&] { optimizer.set_steps(1); },
     };
     refused(of_optimizer, "[optimizer] this optimizer was moved from");
     optimizer = std::move(updates);
