@@ -203,26 +203,6 @@ def test_an_interrupt_keeps_the_users_handler() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_calls_from_another_thread() -> None:
-    roundpipe.devices("virtual:2")
-    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            for _ in range(5):
-                pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
-                pipe.step(sgd_step(pipe, 1e-3))
-            pipe.synchronize()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert not errors
-
-
 # --- other processes ---
 
 

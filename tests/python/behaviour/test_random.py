@@ -89,29 +89,6 @@ def test_layers_draw_the_documented_numbers_while_the_user_draws(chain: str, dev
     assert len(gradients_of(mine)) == len(gradients_of(plain)) > 0
 
 
-@sweep("chain, devices, preserve", CHAINS, [1, 2, 4], [True, False], ids=str, together=1)
-def test_the_users_stream_does_not_notice_the_model(chain: str, devices: int, preserve: bool) -> None:
-    _, _, model, batch = made(chain, devices, preserve_rng_state=preserve)
-    torch.manual_seed(99)
-    expected = [torch.rand(2) for _ in range(60)]
-    torch.manual_seed(99)
-    drawn = []
-    for _ in range(10):
-        pending = model.submit((batch,), loss_fn=drawing_loss)
-        drawn.append(torch.rand(2))
-        pending.loss()
-        drawn.append(torch.rand(2))
-        model.forward_backward((batch,), loss_fn=drawing_loss)
-        drawn.append(torch.rand(2))
-        outputs = model(batch)
-        drawn.append(torch.rand(2))
-        outputs.sum().backward()
-        drawn.append(torch.rand(2))
-        model.synchronize()
-        drawn.append(torch.rand(2))
-    assert all(map(torch.equal, drawn, expected))
-
-
 def test_without_preserve_rng_state_the_recomputation_draws_other_numbers() -> None:
     roundpipe.devices("virtual:1")
     drawn: list[list[float]] = []
@@ -135,15 +112,6 @@ def test_without_preserve_rng_state_the_recomputation_draws_other_numbers() -> N
         model.synchronize()
         assert len(drawn) == 2
         assert len({tuple(numbers) for numbers in drawn}) == different
-
-
-def test_predictions_draw_nothing_from_the_users_stream() -> None:
-    _, _, model, batch = made("checkpoint", 2)
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    model.predict_memory((batch,), loss_fn=drawing_loss)
-    assert torch.equal(torch.rand(4), expected)
 
 
 def test_default_generators_are_still_torchs_own_for_the_user() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -36,18 +35,6 @@ def test_steps_are_found_verified_and_pruned(tmp_path: Path) -> None:
         run.prune(0)
 
 
-def test_a_run_folder_has_one_writer(tmp_path: Path) -> None:
-    run = _core.RunFolder(str(tmp_path))
-    with pytest.raises(_core.RoundPipeError, match="in use by this process"):
-        _core.RunFolder(str(tmp_path))
-    journal = run.open_journal(0)
-    del run
-    with pytest.raises(_core.RoundPipeError, match="in use by this process"):
-        _core.RunFolder(str(tmp_path))
-    del journal
-    assert _core.RunFolder(str(tmp_path)).steps() == []
-
-
 def test_what_progress_raises_ends_a_verification(tmp_path: Path) -> None:
     folder = make_step(tmp_path, 1, {"a": b"x" * 1000})
     told: list[tuple[int, int]] = []
@@ -59,32 +46,6 @@ def test_what_progress_raises_ends_a_verification(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt, match="0 of 1000"):
         _core.verify_step(str(folder), progress=interrupt)
-
-
-def test_the_journal(tmp_path: Path) -> None:
-    run = _core.RunFolder(str(tmp_path))
-    journal = run.open_journal(after_step=0)
-    for step in (1, 2, 3):
-        journal.append(step, json.dumps({"loss": step / 3}))
-    with pytest.raises(ValueError, match="expected a JSON object in one line"):
-        journal.append(4, "[1]")
-    with pytest.raises(_core.RoundPipeError, match="is open in this process"):
-        run.open_journal(0)
-    del journal
-    with (tmp_path / "journal.log").open("ab") as file:
-        file.write(b"torn")
-    contents = _core.read_journal(str(tmp_path), after_step=1)
-    assert [(record.step, json.loads(record.text)) for record in contents.records] == [
-        (2, {"loss": 2 / 3}),
-        (3, {"loss": 1.0}),
-    ]
-    assert "the last 4 bytes are no whole record" in contents.notice
-    journal = run.open_journal(1)
-    assert journal.notice == contents.notice
-    assert journal.last_recorded() == 3 and journal.recorded(2) == contents.records[0].text
-    assert journal.recorded(1) is None
-    journal.rewind(1)
-    assert journal.last_recorded() is None
 
 
 def test_headers_of_the_safetensors_package(tmp_path: Path) -> None:
@@ -112,12 +73,3 @@ def test_headers_of_the_safetensors_package(tmp_path: Path) -> None:
         _core.parse_safetensors_header(contents, len(contents) - 1, "here")
     with pytest.raises(_core.RoundPipeError, match=r"cannot open .*none: No such file"):
         _core.read_safetensors_header(str(tmp_path / "none"))
-
-
-def test_manifests_are_refused_by_what_is_wrong(tmp_path: Path) -> None:
-    text = (make_step(tmp_path, 5, {"a": b""}) / "manifest.json").read_bytes()
-    assert _core.parse_manifest(text, "here").step == 5
-    with pytest.raises(_core.RoundPipeError, match="own checksum"):
-        _core.parse_manifest(text.replace(b'"step": 5', b'"step": 6'), "here")
-    with pytest.raises(_core.RoundPipeError, match=r"has format 3\.0, expected 1\.x or 2\.x"):
-        _core.parse_manifest(text.replace(b'"1.0"', b'"3.0"'), "here")

@@ -77,19 +77,6 @@ def test_sizes_are_those_of_tensor_split_and_views() -> None:
     assert all(kwargs["flag"] is True and kwargs["scale"].dim() == 0 for _, kwargs in parts)
 
 
-@given(st.integers(1, 8), st.data())
-def test_gradients_flow_through_split_and_merge(size: int, data: st.DataObject) -> None:
-    n = data.draw(st.integers(1, size))
-    x = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
-    y = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    parts = split_call((x, weight), {"y": y}, n)
-    out = merge_outputs([args[0] * kwargs["y"] * args[1] for args, kwargs in parts])
-    actual = torch.autograd.grad(out.square().sum(), (x, weight, y))
-    expected = torch.autograd.grad((x * y * weight).square().sum(), (x, weight, y))
-    torch.testing.assert_close(actual, expected)
-
-
 def test_one_microbatch_passes_everything_on() -> None:
     x, y = torch.ones(4), torch.ones(3)
     ((args, kwargs),) = split_call((x, "a"), {"y": y}, 1)

@@ -41,17 +41,6 @@ def test_known_documents_are_not_read(positions: torch.Tensor | None, options: d
         attend(table, placed, **options)
 
 
-def test_what_documents_say() -> None:
-    found = _core.read_documents(TABLE, POSITIONS, 2, 5)
-    assert (found.window, found.rows) == (3, [[2, 3], [2, 2, -1]])
-    assert (found.with_window(0).window, found.with_window(0).rows) == (0, found.rows)
-    kept = torch.tensor([[1, 1, 0, 1, 1], [1, 1, 1, 1, 0]])
-    assert _core.find_documents(kept, None, 2, 5).rows == [[2, -1, 2], [4, -1]]
-    assert _core.find_documents(kept, None, 2, 5).has_inner_padding()
-    assert not _core.find_documents(kept[1:], POSITIONS, 1, 5).has_inner_padding()
-    assert _core.find_documents(None, POSITIONS, 2, 5).rows == [[2, 3], [2, 3]]
-
-
 def test_documents_are_known_in_their_block_and_thread() -> None:
     found = _core.read_documents(TABLE, None, 2, 5)
     seen: list[list[list[int]]] = []

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import os
-import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -52,78 +50,6 @@ def test_weights_in_several_files_are_loaded(trained: Training, tmp_path: Path) 
     again = Training(trained.recipe, devices=1)
     again.load(make_step(tmp_path / "cut", 2, files))
     assert_same_state(again.final(), expected)
-
-
-def damage(file: Path) -> None:
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 4
-    file.write_bytes(content)
-
-
-def test_an_error_of_earlier_work_is_raised_and_nothing_is_loaded(
-    trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained.save(tmp_path, wait=True)
-    trained.run(1)
-    trained.save(tmp_path, wait=True)
-    batch = torch.randn(6, 16, dtype=torch.bfloat16)
-    trained.model.submit((batch,), loss_fn=lambda outputs, _: outputs.sum() * float("nan"))
-    with pytest.raises(RoundPipeError, match="NaN"):
-        trained.load(tmp_path)
-    assert trained.load(tmp_path).step == 3
-    assert "going back" not in capsys.readouterr().err
-
-
-def test_a_run_that_goes_back_says_so_and_saves_over_the_damage(
-    trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained.save(tmp_path, wait=True)
-    for _ in range(2):
-        trained.run(1)
-        trained.save(tmp_path, wait=True)
-    expected = trained.final()
-    damage(tmp_path / "step-4" / "optimizer.safetensors")
-    (tmp_path / "step-3" / "state.json").unlink()
-    again = Training(trained.recipe, devices=2)
-    assert again.load(tmp_path).step == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 2
-    for step, file, line in zip((3, 4), ("'state.json'", "step-4/optimizer.safetensors"), sorted(lines), strict=True):
-        assert line.startswith(f"[load_checkpoint] going back from step {step} to step 2, which loses 2 steps: [")
-        assert file in line
-    # Neither is there already, and what lies beyond a step does not count among those that are kept.
-    for step in (3, 4):
-        again.run(1)
-        again.save(tmp_path, wait=True, keep_last=1)
-        read = RoundPipe(copy.deepcopy(again.layers))
-        assert roundpipe.load_checkpoint(tmp_path / f"step-{step}", read, weights_only=True)
-    assert_same_state(again.final(), expected)
-    with pytest.raises(RoundPipeError, match="step-4 is there already"):
-        again.save(tmp_path, wait=True)
-
-
-def test_checkpoints_of_which_none_is_whole_are_no_reason_to_begin_anew(trained: Training, tmp_path: Path) -> None:
-    assert roundpipe.latest(tmp_path / "none") is None and roundpipe.latest(tmp_path) is None
-    trained.save(tmp_path, wait=True)
-    (tmp_path / "step-2" / "model.safetensors").unlink()
-    with pytest.raises(RoundPipeError, match=r"has no checkpoint that is whole.*'model\.safetensors'"):
-        roundpipe.latest(tmp_path)
-    with pytest.raises(RoundPipeError, match=r"has no checkpoint that is whole.*'model\.safetensors'"):
-        trained.load(tmp_path)
-
-
-def test_an_older_checkpoint_that_cannot_be_removed_fails_no_save(
-    trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained.save(tmp_path, wait=True)
-    # In the way of the name under which a checkpoint is hidden before it is removed.
-    for number in range(8):
-        (tmp_path / f".step-2.removed-{os.getpid()}-{number}" / "in the way").mkdir(parents=True)
-    trained.run(1)
-    assert trained.save(tmp_path, keep_last=1).wait().bytes
-    said = capsys.readouterr().err
-    assert "step 2 is older than what is kept and is still there" in said and "not saved" not in said
-    assert roundpipe.latest(tmp_path) == tmp_path / "step-3"
 
 
 def test_what_does_not_fit_is_refused_before_anything_changes(trained: Training, tmp_path: Path) -> None:
@@ -185,34 +111,6 @@ def test_weights_alone(trained: Training, tmp_path: Path) -> None:
     assert roundpipe.load_checkpoint(tmp_path, model, weights_only=True).missing == ()
     for ours, theirs in zip(model.parameters(), trained.layers.parameters(), strict=True):
         assert torch.equal(ours, theirs.float())
-
-
-@pytest.mark.parametrize("optimizer", ["fused", "torch"])
-def test_a_failed_save_is_loud_and_training_goes_on(
-    optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained = Training(Recipe(optimizer, dtype=torch.bfloat16, normed=False), devices=2)
-    trained.run(2)
-    trained.save(tmp_path, wait=True)
-    trained.run(1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))  # Python ignores the signal
-    try:
-        save = trained.save(tmp_path)
-        save.wait_over()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    for _ in range(2):
-        with pytest.raises(RoundPipeError, match="File too large"):
-            save.wait()
-    assert save.done and "step 3 was not saved; training goes on" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.glob("*step*")] == ["step-2"]
-    trained.run(2)
-    assert trained.save(tmp_path, wait=True).step == 5
-    ours = trained.final()
-    expected = Training(trained.recipe, devices=2)
-    expected.run(5)
-    assert_same_state(ours, expected.final())
 
 
 def test_a_save_raises_what_its_calls_raised(
@@ -328,18 +226,6 @@ def test_tied_and_channels_last_parameters(tmp_path: Path) -> None:
     for ours, theirs in zip(others.parameters(), layers.parameters(), strict=True):
         assert torch.equal(ours, theirs)
         assert ours.stride() == theirs.stride()
-
-
-def test_saves_of_one_run_come_from_one_process(trained: Training, tmp_path: Path) -> None:
-    trained.save(tmp_path, wait=True)
-    child = os.fork()
-    if child == 0:
-        try:
-            _core.RunFolder(str(tmp_path))
-        except BaseException as error:
-            os._exit(3 if str(os.getppid()) in str(error) else 4)
-        os._exit(5)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 
 
 def test_the_command(trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

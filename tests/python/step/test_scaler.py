@@ -475,35 +475,6 @@ def test_getters_and_setters_keep_to_the_order_of_the_program() -> None:
     assert loop.scaler.get_scale() == 16.0  # the queued update had the old factor
 
 
-def test_a_nan_loss_is_an_error_unless_a_scaler_belongs_to_the_model() -> None:
-    network = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh())
-    pipe = roundpipe.RoundPipe(network, device_memory=UNMEASURED)
-    unused = GradScaler(8.0)
-
-    def submit(scaler: GradScaler | None) -> Any:
-        def loss(outputs: torch.Tensor, _: None) -> torch.Tensor:
-            value = outputs.sum() * math.nan
-            return value if scaler is None else scaler.scale(value)  # type: ignore[no-any-return]
-
-        return pipe.submit((torch.ones(4, 2),), loss_fn=loss).loss()
-
-    for _ in range(2):
-        with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
-            submit(None)
-    assert unused.get_scale() == 8.0
-    scaler = GradScaler(8.0)
-    submit(scaler)
-    submit(None)
-    other = roundpipe.RoundPipe(
-        torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other", device_memory=UNMEASURED
-    )
-    with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
-        other.forward_backward((torch.ones(4, 2),), loss_fn=lambda outputs, _: outputs.sum() * math.nan)
-    del scaler
-    with pytest.raises(roundpipe.RoundPipeError, match="NaN"):
-        submit(None)
-
-
 def test_a_step_function_knows_a_scaler_whose_losses_are_still_to_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = roundpipe.RoundPipe(torch.nn.Sequential(torch.nn.Linear(2, 2)), device_memory=UNMEASURED)
     optimizer = torch.optim.SGD(pipe.optim_parameters(), lr=0.1)
@@ -568,58 +539,6 @@ def test_the_first_step_waits_for_all_losses_of_its_call(monkeypatch: pytest.Mon
     pending.loss()
     pipe.forward_backward((torch.ones(2, 2),), label=torch.ones(2, 1), loss_fn=loss)
     assert seen == [8.0, 8.0, 4.0, 4.0]
-
-
-def test_other_models_leave_a_scaler_alone() -> None:
-    loop = Loop()
-    other = roundpipe.RoundPipe(
-        torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name="other", device_memory=UNMEASURED
-    )
-    optimizer = torch.optim.SGD(other.optim_parameters(), lr=0.1)
-
-    def step_other() -> None:
-        other.forward_backward((torch.ones(2, 2),), loss_fn=lambda outputs, _: outputs.sum())
-        other.step(lambda: (optimizer.step(), optimizer.zero_grad()))
-        other.synchronize()
-
-    loop.batch()
-    for expected in (8.0, 8.0, 16.0, 32.0):
-        step_other()
-        assert loop.used[-1] == expected
-        loop.pipe.step(lambda: (loop.update(), loop.scaler.update()), is_async=True)
-        step_other()
-        loop.batch()
-    loop.pipe.synchronize()
-    assert loop.used == [8.0, 8.0, 16.0, 32.0, 64.0]
-
-
-def test_losses_of_two_models_keep_their_scales_until_their_own_step() -> None:
-    scaler = GradScaler(8.0, growth_interval=1)
-    pipes = [
-        roundpipe.RoundPipe(
-            torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Tanh()), name=name, device_memory=UNMEASURED
-        )
-        for name in "ab"
-    ]
-    optimizers = [roundpipe.optim.SGD(pipe, lr=0.0) for pipe in pipes]
-    used: list[float] = []
-
-    def batch(index: int) -> None:
-        def loss(outputs: torch.Tensor, _: None) -> torch.Tensor:
-            used.append(scaler.get_scale())
-            return scaler.scale(outputs.sum())  # type: ignore[no-any-return]
-
-        config = roundpipe.RoundPipeRunConfig(num_microbatch=1)
-        pipes[index].forward_backward((torch.ones(1, 2),), loss_fn=loss, run_config=config)
-
-    batch(0)
-    batch(1)
-    pipes[0].step(optimizers[0], is_async=False, scaler=scaler)
-    batch(1)
-    batch(0)
-    pipes[1].step(optimizers[1], is_async=False, scaler=scaler)
-    batch(1)
-    assert used == [8.0, 8.0, 8.0, 16.0, 32.0]
 
 
 def test_a_new_scaler_resumes_with_the_scale_of_its_next_losses() -> None:
