@@ -5,7 +5,6 @@ Bits are those of plain PyTorch, and of a device without a cap, where nothing is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from torch import nn
 
 import roundpipe
-from gradients import gradients
 from robustness import pipe_of, squared_error
 from roundpipe import ModelExecutePlan, RoundPipe
 from sweeps import sweep
@@ -234,27 +232,6 @@ def test_a_write_is_seen(way: Callable[[nn.Module], None]) -> None:
 # --- Memory ---
 
 
-def fits(memory: str, rows: int, warm: int) -> bool:
-    """Whether a step of so many rows fits, after as many steps of a few."""
-    run = Trained(f"virtual:1,memory={memory},debug", warm, microbatches=1)
-    assert (resident()[0] > 0) == (warm > 1)
-    value, label = torch.randn(2, rows, WIDTH)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            run.step(value, label)
-    except torch.OutOfMemoryError:
-        return False
-    return True
-
-
-def test_what_fitted_without_copies_still_fits() -> None:
-    """Nothing is resident in a first step."""
-    found = {rows: (fits(HALF, rows, 0), fits(HALF, rows, 3)) for rows in range(140, 300, 20)}
-    assert all(without == with_copies for without, with_copies in found.values()), found
-    assert {without for without, _ in found.values()} == {True, False}
-
-
 @pytest.mark.parametrize("memory", [HALF, "1MiB", ROOMY])
 def test_a_prediction_counts_them(memory: str) -> None:
     roundpipe.devices(f"virtual:1,memory={memory}")
@@ -271,31 +248,6 @@ def test_a_prediction_counts_them(memory: str) -> None:
     # What jobs take is known by then, so that all of them have room even here.
     assert resident() == [predicted.resident] == [LAYERS * BASE]
     assert 0.97 * report["peak_bytes"] <= predicted.total <= report["limit_bytes"]
-
-
-def test_a_budget_is_kept_with_them() -> None:
-    roundpipe.devices("virtual:1,debug")
-    model = RoundPipe(
-        chain(), name="tested", model_run_config=roundpipe.RoundPipeRunConfig(num_microbatch=2), device_memory="700KiB"
-    )
-    for value, label in batches(4):
-        model.forward_backward((value,), label=label, loss_fn=squared_error)
-        model.synchronize()
-    report = roundpipe.devices().memory_report()[0]
-    assert report["resident_bytes"] > 0
-    assert report["peak_bytes"] <= 700 * 1024
-
-
-def test_two_models_share_the_room() -> None:
-    roundpipe.devices(f"virtual:1,memory={ROOMY},debug")
-    models = [pipe_of(chain(), 1, execute_plan=stages()) for _ in range(2)]
-    for value, label in batches(3):
-        for model in models:
-            model.forward_backward((value,), label=label, loss_fn=squared_error)
-            model.synchronize()
-    assert resident() == [2 * LAYERS * BASE]
-    first = {name: value.clone() for name, value in gradients(models[0]).items()}
-    check_same({name: value.clone() for name, value in gradients(models[1]).items()}, first)
 
 
 # --- Failures ---

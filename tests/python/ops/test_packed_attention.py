@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from roundpipe.ops import packed_attention
+from sweeps import sweep
 
 SIZES: dict[str, Any] = {
     "vocab_size": 40,
@@ -79,8 +80,7 @@ def gradients(model: transformers.PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("documents", [DOCUMENTS, [[24]], [[2, 22]], [[1] * 24]], ids=["two rows", "one", "two", "24"])
+@sweep("name, documents", CONFIGS, [DOCUMENTS, [[24]], [[2, 22]], [[1] * 24]], together=1)
 def test_packed_rows_equal_transformers(name: str, documents: list[list[int]]) -> None:
     inputs = batch(documents)
     results = []

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from sweeps import sweep
 
 CALLS = RoundPipeRunConfig(num_microbatch=1)
 
@@ -182,6 +183,10 @@ def with_closure(model: Any, parameters: Parameters, make: Any) -> list[float]:
     return losses
 
 
+def with_a_closure_that_runs_again(model: Any, parameters: Parameters, make: Any) -> list[float]:
+    return with_closure(model, parameters, lambda trained: torch.optim.LBFGS(trained, lr=0.1, max_iter=3))
+
+
 LOOPS: list[Loop] = [
     usual,
     cleared_late,
@@ -194,13 +199,13 @@ LOOPS: list[Loop] = [
     by_hand,
     of_two_calls,
     with_closure,
+    with_a_closure_that_runs_again,
 ]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "torch fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
     "ours": lambda p: roundpipe.optim.AdamW(p, lr=0.01),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
 
 
@@ -225,11 +230,8 @@ def train(
     return expected, found, list(plain.parameters()), list(ours.parameters())
 
 
-@pytest.mark.parametrize("parameters", [own, copies], ids=["own", "copies"])
-@pytest.mark.parametrize(
-    ("loop", "optimizer"),
-    [(loop, name) for loop in LOOPS for name in ("sgd", "adamw", "torch fused", "ours")] + [(with_closure, "lbfgs")],
-)
+@pytest.mark.parametrize("parameters", [own, copies])
+@sweep("loop, optimizer", LOOPS, OPTIMIZERS, together=1)
 @pytest.mark.filterwarnings("ignore:.*parameters.. outside of step_fn")
 def test_a_plain_loop_trains(loop: Loop, optimizer: str, parameters: Parameters) -> None:
     expected, found, theirs, mine = train(loop, optimizer, parameters, 2, CALLS)
