@@ -69,24 +69,6 @@ TEST_SUITE("devices") {
     CHECK_NOTHROW(step());
   }
 
-  TEST_CASE("a device that changes bits is named") {
-    set_devices("virtual:3,fail=2:bits@3");
-    torch::nn::Sequential layers(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
-    Model model(layers);
-    model.run_options().verify_every = 1;
-    const auto loss = [](const at::Tensor& outputs) { return outputs.square().sum(); };
-    const auto train = [&] {
-      for (int i = 0; i < 60; ++i) model.forward_backward(at::randn({6, 4}), std::tuple<>(), loss);
-      model.synchronize();
-    };
-    CHECK_THROWS_AS(train(), WrongBits);
-    CHECK(devices()[2].failure.find("bits") != std::string::npos);
-    train();
-    CHECK(model.verified_jobs() >= 60);
-    model.run_options().verify_every = -1;
-    CHECK_THROWS_AS(train(), std::invalid_argument);
-  }
-
   TEST_CASE("memory peaks start again") {
     set_devices("virtual:1");
     torch::nn::Sequential layers(torch::nn::Linear(64, 64));

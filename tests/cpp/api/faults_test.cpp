@@ -177,14 +177,18 @@ TEST_SUITE("device failures") {
     const Kind kind = kKinds.front();
     set_devices("virtual:4");
     const Outcome expected = train(kind);
+    set_devices("virtual:4,watchdog=200ms");
     const auto engine = runtime::Engine::current();
+    const std::vector<std::pair<std::string, std::string>> faults = {{"error@", ""}, {"hang@", ""}, {"slow@", "+2ms"}};
     for (int round = 0; round < 6; ++round) {
       for (int device = 0; device < 3; ++device) {
+        const auto& [what, how] = faults[static_cast<size_t>(device)];
         engine->pool_worker((round + device) % 4)
             .device()
-            .inject(device::parse_fault(concat("error@", 1 + 5 * device + round)));
+            .inject(device::parse_fault(concat(what, 1 + 5 * device + round, how)));
       }
       CHECK(same(train(kind), expected));
+      engine->release_hangs();
       restore_devices();
       CHECK(failed_devices().empty());
     }

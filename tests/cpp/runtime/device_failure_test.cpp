@@ -88,33 +88,6 @@ TEST_SUITE("device failures") {
     }
   }
 
-  TEST_CASE("several devices may fail, one after the other, and come back") {
-    use_devices("virtual:4");
-    const Run expected = train_steps({});
-    const auto engine = use_devices("virtual:4,fail=0:error@9,fail=2:error@4,fail=3:error@15");
-    CHECK(same(train_steps({}), expected));
-    engine->see_to_failures();
-    CHECK(engine->size() == 1);
-    CHECK(engine->restore() == std::vector<std::string>{"virtual:0", "virtual:2", "virtual:3"});
-    CHECK(engine->size() == 4);
-    CHECK(engine->failed().empty());
-    CHECK(same(train_steps({}), expected));
-  }
-
-  TEST_CASE("a device that hangs is given up by its watchdog, and what it computes later is dropped") {
-    use_devices("virtual:3");
-    const Run expected = train_steps({});
-    const auto engine = use_devices("virtual:1,virtual:1,fail=hang@5,watchdog=200ms,virtual:1");
-    CHECK(same(train_steps({}), expected));
-    engine->see_to_failures();
-    REQUIRE(engine->failed().size() == 1);
-    CHECK(engine->failed().front().error.find("its watchdog's time, it was still busy with microbatch") !=
-          std::string::npos);
-    CHECK(engine->restore() == std::vector<std::string>{"virtual:1"});
-    engine->release_hangs();
-    CHECK(same(train_steps({}), expected));
-  }
-
   TEST_CASE("an inference goes on, too") {
     const std::vector<LayerSpec> layers = all_kinds(kWidth);
     const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
@@ -135,56 +108,6 @@ TEST_SUITE("device failures") {
         CHECK(same_bits(outputs[m].tensors[0], expected[m].tensors[0]));
       }
     }
-  }
-
-  TEST_CASE("without it, a failed device is an error that names it, and the next calls use the others") {
-    for (const bool hangs : {false, true}) {
-      const auto engine =
-          use_devices(hangs ? "virtual:2,virtual:1,fail=hang@4,watchdog=200ms" : "virtual:2,virtual:1,fail=error@4");
-      const std::vector<LayerSpec> layers = all_kinds(kWidth);
-      PlainModel plain("m", layers);
-      PipedModel piped("m", layers);
-      std::string message;
-      for (int call = 0; message.empty(); ++call) {
-        const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
-        try {
-          train(piped, batch, {});
-          piped.pipeline().drain();
-          plain.forward_backward(batch, call);
-        } catch (const DeviceError& error) {
-          message = error.what();
-        }
-      }
-      INFO("message: ", message);
-      CHECK(message.starts_with("[virtual:2] the device failed"));
-      CHECK(message.find("2 of 3 are left") != std::string::npos);
-      CHECK(message.find("no optimizer step has used a part of their gradients") != std::string::npos);
-      CHECK(message.find("the option fault_tolerant") != std::string::npos);
-      CHECK(engine->size() == 2);
-      for (int i = 0; i < 2; ++i) {
-        const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
-        const uint64_t call = piped.pipeline().calls();
-        train(piped, batch, {});
-        plain.forward_backward(batch, call);
-      }
-      piped.synchronize();
-      CHECK(same_state(piped, plain, true));
-      engine->release_hangs();
-    }
-  }
-
-  TEST_CASE("when no device is left, calls fail until devices come back") {
-    const auto engine = use_devices("virtual:2,fail=error@3");
-    PipedModel piped("m", all_kinds(kWidth));
-    const Batch batch = make_batch(kMicrobatches, kRows, kWidth);
-    const auto train_and_drain = [&] {
-      train(piped, batch, tolerant());
-      piped.pipeline().drain();
-    };
-    CHECK_THROWS_AS(for (int i = 0; i < 3; ++i) train_and_drain(), DeviceError);
-    CHECK_THROWS_WITH_AS(train_and_drain(), doctest::Contains("every device of the pool has failed"), DeviceError);
-    CHECK(engine->restore().size() == 2);
-    CHECK_NOTHROW(train_and_drain());
   }
 
   TEST_CASE("an error of a layer is no failure of its device") {

@@ -118,30 +118,6 @@ TEST_SUITE("pipeline") {
     }
   }
 
-  TEST_CASE("gradients of several calls add up until the step, tied ones too") {
-    at::manual_seed(3);
-    for (const char* devices : {"virtual:1", "virtual:4"}) {
-      use_devices(devices);
-      const auto layers = every_kind();
-      PlainModel plain("m", layers);
-      PipedModel piped("m", layers);
-      for (int step = 0; step < 2; ++step) {
-        for (int call = 0; call < 4; ++call) {
-          const Batch batch = make_batch(2, kRows, kWidth);
-          const uint64_t index = piped.pipeline().calls();
-          piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
-                                            along(fused_stages({0, 1, 3, 5, 7})));
-          plain.forward_backward(batch, index);
-        }
-        piped.synchronize();
-        plain.publish();
-        CHECK(same_state(piped, plain, true));
-        piped.step(0.05, true);
-        plain.update(0.05);
-      }
-    }
-  }
-
   TEST_CASE("inputs that require grad get it") {
     at::manual_seed(4);
     use_devices("virtual:2");
@@ -230,55 +206,6 @@ TEST_SUITE("pipeline") {
     CHECK_THROWS_AS(torch::autograd::backward({outputs.microbatches[0].tensors[0].sum()}, {}), std::invalid_argument);
   }
 
-  TEST_CASE("calls of several models run into each other on one engine") {
-    at::manual_seed(8);
-    use_devices("virtual:2,debug");
-    const auto first_layers = every_kind();
-    const auto second_layers = every_kind();
-    PlainModel plain_first("a", first_layers), plain_second("b", second_layers);
-    PipedModel first("a", first_layers), second("b", second_layers);
-    for (int step = 0; step < 4; ++step) {
-      const Batch batch = make_batch(2, kRows, kWidth);
-      for (auto [piped, plain] : {std::pair{&first, &plain_first}, std::pair{&second, &plain_second}}) {
-        const uint64_t call = piped->pipeline().calls();
-        const auto result = piped->pipeline().forward_backward(
-            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 2, 5, 7})));
-        CHECK(same_losses(result.losses, plain->forward_backward(batch, call).losses));
-        piped->step(0.1, true);
-        plain->publish();
-        plain->update(0.1);
-      }
-    }
-    for (auto [piped, plain] : {std::pair{&first, &plain_first}, std::pair{&second, &plain_second}}) {
-      piped->synchronize();
-      plain->publish();
-      CHECK(same_state(*piped, *plain, true));
-    }
-  }
-
-  TEST_CASE("the engine may be replaced between calls, with work in flight") {
-    at::manual_seed(9);
-    const auto layers = every_kind();
-    PlainModel plain("m", layers);
-    PipedModel piped("m", layers);
-    for (const char* devices : {"virtual:1", "virtual:3", "virtual:2,debug", "virtual:4"}) {
-      use_devices(devices);
-      for (int call = 0; call < 2; ++call) {
-        const Batch batch = make_batch(2, kRows, kWidth);
-        const uint64_t index = piped.pipeline().calls();
-        const auto result = piped.pipeline().forward_backward(
-            batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false, along(fused_stages({0, 3, 5, 7})));
-        CHECK(same_losses(result.losses, plain.forward_backward(batch, index).losses));
-      }
-      piped.step(0.1, true);
-      plain.publish();
-      plain.update(0.1);
-    }
-    piped.synchronize();
-    plain.publish();
-    CHECK(same_state(piped, plain, true));
-  }
-
   TEST_CASE("models and engines can be dropped with work in flight") {
     for (int round = 0; round < 10; ++round) {
       auto engine = use_devices(round % 2 == 0 ? "virtual:3" : "virtual:1,debug");
@@ -295,51 +222,6 @@ TEST_SUITE("pipeline") {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(300);
     while (shell_counts().alive.load() > 0 && std::chrono::steady_clock::now() < deadline) std::this_thread::yield();
     CHECK(shell_counts().alive.load() == 0);
-  }
-
-  TEST_CASE("an interrupted wait gives the call up, and the next one is right") {
-    static std::atomic<bool> interrupted{false};
-    struct Interrupted {};
-    struct Interrupting final : roundpipe::Frontend {
-      void check_interrupt() override {
-        if (interrupted.exchange(false)) throw Interrupted{};
-      }
-    };
-    roundpipe::set_frontend(std::make_unique<Interrupting>());
-    at::manual_seed(10);
-    use_devices("virtual:2");
-    auto layers = std::vector<LayerSpec>{linear_layer("a", kWidth), linear_layer("b", kWidth)};
-    const auto slow = std::make_shared<std::atomic<bool>>(false);
-    const Body body = layers[0].body;
-    layers[0].body = [slow, body](Tensors inputs, const Tensors& parameters, const Tensors& buffers,
-                                  const LayerContext& context) {
-      // Waits until a thread that waits for this call has been interrupted.
-      while (slow->load() && interrupted.load()) std::this_thread::yield();
-      return body(std::move(inputs), parameters, buffers, context);
-    };
-    PlainModel plain("m", layers);
-    PipedModel piped("m", layers);
-    const auto run = [&](const Batch& batch) {
-      return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
-                                               along(fused_stages({0, 1, 2})));
-    };
-    for (int round = 0; round < 2; ++round) {
-      slow->store(true);
-      interrupted.store(true);
-      CHECK_THROWS_AS(run(make_batch(3, kRows, kWidth)), Interrupted);
-      CHECK_FALSE(interrupted.load());
-      slow->store(false);
-      const Batch batch = make_batch(2, kRows, kWidth);
-      const uint64_t call = piped.pipeline().calls();
-      CHECK(same_losses(run(batch).losses, plain.forward_backward(batch, call).losses));
-      piped.step(0.1, round == 0);
-      plain.publish();
-      plain.update(0.1);
-    }
-    piped.synchronize();
-    plain.publish();
-    CHECK(same_state(piped, plain, true));
-    roundpipe::set_frontend(nullptr);
   }
 }
 
