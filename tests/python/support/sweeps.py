@@ -1,4 +1,4 @@
-"""Sweeps over several axes of which `make test` takes a few cases, and `make test-all` every one."""
+"""Sweeps over several axes of which `make test` takes a few cases, and `make test-all` many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class LongCases:
 def sweep(
     names: str, *axes: Iterable[Any], ids: Callable[[Any], str] | None = None, together: int = 2
 ) -> pytest.MarkDecorator:
-    """Parametrizes a test over the product of `axes`; the cases beyond a covering few are marked `long`.
+    """Parametrizes a test over cases that cover `axes`; those beyond a covering few are marked `long`, and have every
+    combination of the values of any three axes.
 
     Args:
         names: of the arguments, separated by commas, in the order of `axes`.
@@ -28,11 +29,11 @@ def sweep(
             0: one case alone.
     """
     values = [list(axis) for axis in axes]
-    few = covering([len(axis) for axis in values], together)
+    sizes = [len(axis) for axis in values]
+    few = covering(sizes, together)
+    many = covering(sizes, 3) if LongCases.wanted else set()
     cases = []
-    for case in itertools.product(*(range(len(axis)) for axis in values)):
-        if case not in few and not LongCases.wanted:
-            continue
+    for case in sorted(few | many):
         chosen = [axis[index] for axis, index in zip(values, case, strict=True)]
         cases.append(pytest.param(*chosen, marks=() if case in few else pytest.mark.long))
     return pytest.mark.parametrize(names, cases, ids=ids)
@@ -49,19 +50,18 @@ def mostly_long(values: Iterable[Any], *few: Any) -> list[Any]:
 
 def covering(sizes: list[int], together: int) -> set[tuple[int, ...]]:
     """A few cases, one index for each axis, in which any `together` axes have every combination of their values."""
-    groups = list(itertools.combinations(range(len(sizes)), min(together, len(sizes))))
-
-    def covers(case: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
-        return {(group, tuple(case[axis] for axis in group)) for group in groups}
-
     every = list(itertools.product(*map(range, sizes)))
-    missing = set().union(*map(covers, every))
+    if together >= len(sizes):
+        return set(every)
+    groups = list(itertools.combinations(range(len(sizes)), together))
+    covers = {case: {(group, tuple(case[axis] for axis in group)) for group in groups} for case in every}
+    missing = set().union(*covers.values())
     few: set[tuple[int, ...]] = set()
     uses: Counter[tuple[int, int]] = Counter()
     while missing:
         # Of equals the one whose values were used least, so that they take turns.
-        best = max(every, key=lambda case: (len(covers(case) & missing), -sum(uses[use] for use in enumerate(case))))
+        best = max(every, key=lambda case: (len(covers[case] & missing), -sum(uses[use] for use in enumerate(case))))
         few.add(best)
         uses.update(enumerate(best))
-        missing -= covers(best)
+        missing -= covers[best]
     return few
