@@ -29,7 +29,7 @@
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_checkpoint.h>
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 
 #include "data.h"
 #include "stop_signal.h"

@@ -13,7 +13,7 @@
 #include <nlohmann/json.hpp>
 
 #include <roundpipe/api/model.h>
-#include <roundpipe/runs/contents.h>
+#include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 

@@ -276,8 +276,8 @@ Loaded load_one(const std::string& folder, const Request& request) {
   // First: what earlier work throws says nothing about the checkpoint.
   model.synchronize();
   wait_for_save(model);
-  using Contents = StoredCheckpoint::Contents;
-  StoredCheckpoint stored(folder, request.weights_only ? Contents::kWeights : Contents::kAll);
+  using Scope = StoredCheckpoint::Scope;
+  StoredCheckpoint stored(folder, request.weights_only ? Scope::kWeights : Scope::kAll);
   const ModelNames names(model, {});
   const WeightPlaces places(stored, names);
   check(stored, request, names, places);

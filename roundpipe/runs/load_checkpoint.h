@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <roundpipe/api/model.h>
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 namespace roundpipe {
 

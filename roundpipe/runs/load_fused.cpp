@@ -7,7 +7,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/thread_pool.h>
-#include <roundpipe/runs/state_reads.h>
+#include <roundpipe/saving/state_reads.h>
 
 namespace roundpipe {
 

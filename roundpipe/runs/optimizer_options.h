@@ -4,7 +4,7 @@
 #include <string>
 
 #include <roundpipe/optim/algorithm.h>
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 namespace roundpipe {
 

@@ -11,7 +11,7 @@
 
 #include <roundpipe/api/model.h>
 #include <roundpipe/runs/run_folders.h>
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 namespace roundpipe {
 

@@ -11,9 +11,9 @@
 
 #include <roundpipe/checkpoint/run_folder.h>
 #include <roundpipe/device/event.h>
-#include <roundpipe/runs/contents.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 

@@ -10,7 +10,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <roundpipe/optim/algorithm.h>
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 namespace roundpipe {
 

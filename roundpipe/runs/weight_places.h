@@ -6,7 +6,7 @@
 #include <vector>
 
 #include <roundpipe/runs/capture.h>
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 
 namespace roundpipe {
 

@@ -9,7 +9,7 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runs/state_encoding.h>
+#include <roundpipe/saving/state_encoding.h>
 
 namespace roundpipe::python {
 

@@ -4,7 +4,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 #include "bindings.h"
 

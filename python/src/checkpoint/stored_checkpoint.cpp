@@ -1,10 +1,10 @@
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 
 #include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/run_folders.h>
-#include <roundpipe/runs/state_reads.h>
+#include <roundpipe/saving/state_reads.h>
 
 #include "bindings.h"
 #include "state_values.h"
@@ -112,8 +112,8 @@ void bind_stored_checkpoint(py::module_& module) {
   py::class_<StoredCheckpoint>(module, "StoredCheckpoint")
       .def(py::init([](const std::string& folder, bool weights_only) {
              const py::gil_scoped_release unlocked;
-             using Contents = StoredCheckpoint::Contents;
-             return std::make_unique<StoredCheckpoint>(folder, weights_only ? Contents::kWeights : Contents::kAll);
+             using Scope = StoredCheckpoint::Scope;
+             return std::make_unique<StoredCheckpoint>(folder, weights_only ? Scope::kWeights : Scope::kAll);
            }),
            py::arg("folder"), py::arg("weights_only") = false)
       .def_property_readonly("manifest", &StoredCheckpoint::manifest)

@@ -14,7 +14,7 @@
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/roundpipe.h>
 #include <roundpipe/runs/run_folders.h>
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 #include <torch/nn/modules/linear.h>
 
 using namespace roundpipe;

@@ -1,4 +1,4 @@
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 #include <array>
 #include <stdexcept>

@@ -9,7 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 
 namespace roundpipe {
 

@@ -1,4 +1,4 @@
-#include <roundpipe/runs/state_check.h>
+#include <roundpipe/saving/state_check.h>
 
 #include <algorithm>
 #include <array>
@@ -7,7 +7,7 @@
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runs/contents.h>
+#include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 

@@ -1,4 +1,4 @@
-#include <roundpipe/runs/stored_checkpoint.h>
+#include <roundpipe/saving/stored_checkpoint.h>
 
 #include <algorithm>
 #include <atomic>
@@ -21,9 +21,9 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
 #include <roundpipe/core/frontend.h>
-#include <roundpipe/runs/contents.h>
-#include <roundpipe/runs/state_check.h>
-#include <roundpipe/runs/state_encoding.h>
+#include <roundpipe/saving/contents.h>
+#include <roundpipe/saving/state_check.h>
+#include <roundpipe/saving/state_encoding.h>
 
 namespace roundpipe {
 
@@ -70,13 +70,13 @@ std::string name_of(const std::string& name, int64_t rank) {
 
 }  // namespace
 
-StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
+StoredCheckpoint::StoredCheckpoint(const std::string& folder, Scope scope)
     : folder_(folder),
-      contents_(contents),
+      scope_(scope),
       manifest_(reading(folder, [&] { return checkpoint::require_complete(folder); })),
       text_(small_file(kStateFile)) {
   const bool is_alone = nodes() == 1;
-  if (!is_alone && contents_ == Contents::kAll) {
+  if (!is_alone && scope_ == Scope::kAll) {
     for (int64_t rank = 0; rank < nodes(); ++rank) texts_of_ranks_.push_back(small_file(name_of(kStateFile, rank)));
     sections_of_ranks_.resize(texts_of_ranks_.size());
   }
@@ -93,7 +93,7 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Contents contents)
   if (!states_of_ranks_.empty()) {
     reading(folder_, [&] { check_ranges(states_of_ranks_, sections_of_ranks_, section(kWeights), folder_); });
   }
-  if (contents_ == Contents::kWeights) return;
+  if (scope_ == Scope::kWeights) return;
   for (int64_t rank = 0; rank < nodes(); ++rank) add_parts(rank);
   for (auto& [key, parts] : parts_) std::ranges::stable_sort(parts, {}, &Part::first);
 }
@@ -156,7 +156,7 @@ void StoredCheckpoint::add_section(const std::string& file) {
   }
   const std::string section = section_of(name);
   if (section.empty()) return;
-  if (contents_ == Contents::kWeights && (rank != kOfAll || (section != kWeights && section != kBuffers))) return;
+  if (scope_ == Scope::kWeights && (rank != kOfAll || (section != kWeights && section != kBuffers))) return;
   Section& found = (rank == kOfAll ? sections_ : sections_of_ranks_.at(static_cast<size_t>(rank)))[section];
   Section added = header(file);
   found.merge(added);
@@ -167,7 +167,7 @@ void StoredCheckpoint::add_section(const std::string& file) {
 
 void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
   StateKind kind = nodes() == 1 ? StateKind::kAlone : rank == kOfAll ? StateKind::kCommon : StateKind::kRank;
-  if (contents_ == Contents::kWeights) kind = StateKind::kWeights;
+  if (scope_ == Scope::kWeights) kind = StateKind::kWeights;
   const Section tensors = kind == StateKind::kWeights ? Section() : state_tensor_places(rank);
   const std::string path = path_of(name_of(kStateFile, rank));
   reading(path, [&] {
@@ -392,7 +392,7 @@ void StoredCheckpoint::require_whole(const std::vector<std::string>& sections) c
 }
 
 void StoredCheckpoint::verify_rest(int64_t rank, int64_t size) const {
-  if (contents_ == Contents::kWeights) return require_whole({kWeights, kBuffers});
+  if (scope_ == Scope::kWeights) return require_whole({kWeights, kBuffers});
   std::vector<FileRecord> records;
   for (size_t i = 0; i < manifest_.files.size(); ++i) {
     const bool is_own = static_cast<int64_t>(i) % size == rank;

@@ -1,4 +1,4 @@
-#include <roundpipe/runs/contents.h>
+#include <roundpipe/saving/contents.h>
 
 #include <algorithm>
 

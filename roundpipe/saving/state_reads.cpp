@@ -1,4 +1,4 @@
-#include <roundpipe/runs/state_reads.h>
+#include <roundpipe/saving/state_reads.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -9,7 +9,7 @@
 
 #include <roundpipe/checkpoint/damage.h>
 #include <roundpipe/core/error.h>
-#include <roundpipe/runs/contents.h>
+#include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 

@@ -1,4 +1,4 @@
-#include <roundpipe/runs/state_encoding.h>
+#include <roundpipe/saving/state_encoding.h>
 
 #include <cmath>
 #include <limits>

@@ -8,7 +8,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 
 // Values as JSON and tensors: what a checkpoint's state.json and state.safetensors hold. docs/checkpoint-format.md
 // documents the encoding.

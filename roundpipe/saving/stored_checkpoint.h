@@ -15,7 +15,7 @@
 
 #include <roundpipe/checkpoint/manifest.h>
 #include <roundpipe/core/mutex.h>
-#include <roundpipe/runs/state_value.h>
+#include <roundpipe/saving/state_value.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
@@ -37,12 +37,12 @@ class StoredCheckpoint {
   using FileRanges = std::map<std::string, std::vector<saving::Range>>;
 
   // What of it is of interest; the other files are not looked into.
-  enum class Contents { kAll, kWeights };
+  enum class Scope { kAll, kWeights };
   // For the rank: what is not of one of several nodes.
   static constexpr int64_t kOfAll = -1;
 
   // Reads the manifest, the states and the headers.
-  explicit StoredCheckpoint(const std::string& folder, Contents contents = Contents::kAll);
+  explicit StoredCheckpoint(const std::string& folder, Scope scope = Scope::kAll);
 
   const std::string& folder() const { return folder_; }
   const checkpoint::Manifest& manifest() const { return manifest_; }
@@ -120,7 +120,7 @@ class StoredCheckpoint {
   mutable Mutex mutex_;
   mutable std::set<std::string> whole_ ROUNDPIPE_GUARDED_BY(mutex_);  // files whose checksums were found right
   const std::string folder_;
-  const Contents contents_;
+  const Scope scope_;
   checkpoint::Manifest manifest_;
   std::string text_;
   nlohmann::json state_;

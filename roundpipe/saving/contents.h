@@ -13,8 +13,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/checkpoint/safetensors.h>
-#include <roundpipe/runs/state_encoding.h>
 #include <roundpipe/saving/snapshot.h>
+#include <roundpipe/saving/state_encoding.h>
 
 namespace roundpipe {
 
