@@ -12,6 +12,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/memory/host_arena.h>
+#include <roundpipe/runtime/model_optimizer.h>
 
 #include "support/chain.h"
 #include "support/frontend.h"
@@ -315,7 +316,8 @@ TEST_SUITE("predicted memory") {
         CAPTURE(ratio);
         CHECK(ratio > 0.97);
         CHECK(ratio < 1.06);
-        const auto host = static_cast<double>(optimizer.host_bytes().weights_and_gradients);
+        const auto host =
+            static_cast<double>(optimizer.core()->host_bytes(optimizer.all_options()).weights_and_gradients);
         CHECK(static_cast<double>(predicted.host.weights + predicted.host.gradients) / host > 0.99);
       }
     }
@@ -500,7 +502,7 @@ TEST_SUITE("memory of the host") {
       CHECK(first > 3 * batch_bytes);
       // How much is in use at once depends a little on timing.
       for (const int64_t rows : {4096, 4096, 64}) CHECK(train(rows) <= first + 6 * batch_bytes);
-      const auto host = optimizer.host_bytes();
+      const auto host = optimizer.core()->host_bytes(optimizer.all_options());
       CHECK(arena().asked_bytes - before >= host.weights_and_gradients + host.moments);
     }
     set_devices("virtual:1");  // the old devices' threads let go of a finished call a moment later

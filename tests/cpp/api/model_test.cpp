@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/runtime/model_optimizer.h>
+
 #include "support/plain_loop.h"
 
 using namespace roundpipe;
@@ -321,7 +323,7 @@ TEST_SUITE("model") {
       const auto as_optimizer = [&](const UpdateRule& rule, const OptimizerFormat& format) {
         const Optimizer optimizer(model, rule, {}, format);
         const auto host = predicted();
-        const auto bytes = optimizer.host_bytes();
+        const auto bytes = optimizer.core()->host_bytes(optimizer.all_options());
         CHECK(host.moments == bytes.moments);
         CHECK(host.masters == bytes.remainders);
         return host;
