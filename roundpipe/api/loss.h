@@ -9,7 +9,7 @@
 
 #include <roundpipe/api/layer.h>
 #include <roundpipe/api/microbatches.h>
-#include <roundpipe/training/loss_function.h>
+#include <roundpipe/runtime/model/values.h>
 
 namespace roundpipe::runtime {
 class Loss;

@@ -21,9 +21,9 @@
 #include <roundpipe/api/optimizer.h>
 #include <roundpipe/api/step.h>
 #include <roundpipe/core/arithmetic.h>
-#include <roundpipe/runtime/call/execution_log.h>
+#include <roundpipe/runtime/call/execution_record.h>
 #include <roundpipe/runtime/call/run_options.h>
-#include <roundpipe/schedule/costs.h>
+#include <roundpipe/schedule/layer_cost.h>
 #include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
