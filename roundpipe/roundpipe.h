@@ -9,7 +9,7 @@
 //   a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
 //   a language model     LanguageModel, of a folder of transformers; TokenFile, Rows and read_batch for its tokens
 //   memory and plans     Model::predict_memory, last_plan, costs
-//   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; run_folder for a journal
+//   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; open_journal
 //   errors               std::invalid_argument for a mistake of the caller's; Error, DeviceError for all else of ours
 //   hooks                Frontend: interrupts, warnings. Nothing is installed in the process by itself.
 

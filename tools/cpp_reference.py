@@ -2,8 +2,8 @@
 
 python tools/cpp_reference.py
 
-The page has the declarations of the headers that `roundpipe/roundpipe.h` includes, of the levels that are for programs,
-with their comments; what is private, of the engine's, or a definition is left out.
+The page has the declarations of the headers that are installed, those that `roundpipe/roundpipe.h` includes, with their
+comments; what is private, of the engine's, or a definition is left out.
 """
 
 import re
@@ -12,25 +12,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cpp-reference.md"
-LEVELS = ("api", "runs", "language", "tokens")
-ALSO = (
-    "roundpipe/core/error.h",
-    "roundpipe/core/frontend.h",
-    "roundpipe/optim/algorithm.h",
-    "roundpipe/optim/hyperparameters.h",
-    "roundpipe/optim/weight_decay.h",
-    "roundpipe/runtime/call/cut.h",
-    "roundpipe/schedule/costs.h",
-    "roundpipe/schedule/plan.h",
-    "roundpipe/schedule/planner.h",
-    "roundpipe/schedule/range.h",
-)
 HEAD = """# Reference of the C++ headers
 
 `roundpipe/roundpipe.h` includes all of these. [cpp.md](cpp.md) shows how they are used. This page is made from the
 headers by `tools/cpp_reference.py`.
 """
 INCLUDE = re.compile(r"#include <(roundpipe/[^>]+)>")
+# A namespace that only declares names of the engine's.
+FORWARD = re.compile(r"^namespace [\w:]+ \{\n(?:(?:class|struct) \w+;\n)+\}.*\n", re.M)
 
 
 def headers() -> list[str]:
@@ -39,20 +28,16 @@ def headers() -> list[str]:
 
     def visit(header: str) -> None:
         for included in INCLUDE.findall((ROOT / header).read_text()):
-            if included not in found and (included in ALSO or included.split("/")[1] in LEVELS):
+            if included not in found:
                 visit(included)
-        if header not in found and header != "roundpipe/roundpipe.h":
-            found.append(header)
+        found.append(header)
 
     visit("roundpipe/roundpipe.h")
-    for header in ALSO:
-        if header not in found:
-            visit(header)
-    return found
+    return found[:-1]
 
 
 def without_blocks(lines: list[str]) -> Iterator[str]:
-    """Leaves out includes, namespaces, `detail`, private parts, and the parts of classes that are marked for others."""
+    """Leaves out includes, `detail`, private parts, and the parts of classes that are marked for others."""
     end: re.Pattern[str] | None = None  # of what is left out
     for line in lines:
         if end is not None:
@@ -71,7 +56,7 @@ def without_blocks(lines: list[str]) -> Iterator[str]:
             end = re.compile(r"}  // namespace detail")
         elif re.match(r"// -- for ", line):
             end = re.compile(r"}  // namespace ")
-        elif not re.match(r"#pragma|#include|namespace |}  // namespace", line):
+        elif not re.match(r"#pragma|#include", line):
             yield line
 
 
@@ -99,13 +84,17 @@ def _without_initialisers(declaration: str) -> str:
 
 
 def section(header: str) -> str:
-    lines = (ROOT / header).read_text().splitlines()
-    spaces = [line[len("namespace ") :].rstrip(" {") for line in lines if re.match(r"namespace roundpipe.* {$", line)]
-    text = "\n".join(without_definitions(list(without_blocks(lines)))).strip("\n")
+    lines = FORWARD.sub("", (ROOT / header).read_text()).splitlines()
+    text = "\n".join(without_definitions(list(without_blocks(lines))))
+    spaces = re.findall(r"(?m)^namespace ([\w:]+) \{$", text)
+    if len(spaces) == 1:
+        text = re.sub(r"(?m)^(namespace .*|\}  // namespace .*)$", "", text)
+    text = text.strip("\n")
     text = re.sub(r"\n{3,}", "\n\n", text)
     text = re.sub(r"\n+(?=\n *};)", "", text)
     text = text.replace("ROUNDPIPE_API ", "")
-    return f"## `{header}`\n\nNamespace `{spaces[0]}`.\n\n```cpp\n{text}\n```\n"
+    named = f"Namespace `{spaces[0]}`.\n\n" if len(spaces) == 1 else ""
+    return f"## `{header}`\n\n{named}```cpp\n{text}\n```\n"
 
 
 def page() -> str:

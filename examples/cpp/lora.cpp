@@ -27,7 +27,7 @@ void train(const char* folder, const char* token_file, const char* adapter_folde
   roundpipe::LanguageModel model(folder, options);
 
   const tokens::TokenFile file(token_file);
-  const int64_t length = std::min(kLength, model.config().max_positions);
+  const int64_t length = std::min(kLength, model.max_positions());
   const tokens::Rows rows(file, tokens::part_documents(file, 0).training, length, tokens::RowKind::kPacked);
   tokens::RowOrder order(rows.count(), /*seed=*/0, /*shuffles=*/true);
 

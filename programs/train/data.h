@@ -3,6 +3,7 @@
 #include <memory>
 #include <optional>
 
+#include <roundpipe/language/config.h>
 #include <roundpipe/language/language_model.h>
 #include <roundpipe/tokens/rows.h>
 

@@ -11,8 +11,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <roundpipe/api/optimizer.h>
-#include <roundpipe/language/lora.h>
-#include <roundpipe/models/decoder.h>
+#include <roundpipe/language/options.h>
 #include <roundpipe/tokens/rows.h>
 
 namespace roundpipe::train {

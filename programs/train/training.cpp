@@ -24,6 +24,9 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/skipped_steps.h>
+#include <roundpipe/language/layers.h>
+#include <roundpipe/language/lora.h>
+#include <roundpipe/language/model_folder.h>
 #include <roundpipe/memory/host_room.h>
 #include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>

@@ -10,7 +10,11 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/language/config.h>
 #include <roundpipe/language/experts.h>
+#include <roundpipe/language/layers.h>
+#include <roundpipe/language/lora.h>
+#include <roundpipe/language/model_folder.h>
 #include <roundpipe/language/weight_files.h>
 #include <roundpipe/runtime/engine.h>
 
@@ -84,37 +88,60 @@ ModelOptions model_options(const LanguageModelOptions& options) {
 
 }  // namespace
 
-LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptions& options)
-    : folder_(folder),
-      config_(language::read_config(folder)),
-      lora_(options.lora),
-      attention_(language::attention_of(config_, options.layers)) {
+struct LanguageModel::Core {
+  Core(const std::string& from, const LanguageModelOptions& options);
+
+  NamedParameters weights(bool of_adapters);
+  // Whether transformers writes the experts' matrices stacked.
+  bool has_stacked_folders() const { return config.experts && config.experts->clamped; }
+  void begin_adapters();
+  void write_folder(const std::string& to, const language::ModelFolderOptions& options,
+                    const language::WrittenValue& written);
+  Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels);
+  Microbatches<Tokens> to_train(const char* where, const LanguageBatch& batch);
+  // Cuts a batch as the model would, and finds each microbatch's documents before it leaves the host.
+  Microbatches<Tokens> cut(Tokens tokens);
+  RunOptions options_of_cut();
+
+  std::string folder;
+  language::Config config;
+  std::optional<LoraOptions> lora;
+  c10::ScalarType dtype;
+  models::Attention attention;
+  std::optional<Model> model;  // made by the constructor
+};
+
+LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& options)
+    : folder(from),
+      config(language::read_config(folder)),
+      lora(options.lora),
+      attention(language::attention_of(config, options.layers)) {
   check_options(options);
   std::optional<WeightFiles> adapter;
   if (!options.adapter.empty()) {
-    if (lora_) refuse("language model", "lora and adapter are both given, expected one of them");
-    lora_ = language::read_lora(options.adapter);
+    if (lora) refuse("language model", "lora and adapter are both given, expected one of them");
+    lora = language::read_lora(options.adapter);
     adapter.emplace(options.adapter, kAdapterFile, "adapter_config.json");
   }
-  if (lora_) language::check_lora(*lora_, config_);
+  if (lora) language::check_lora(*lora, config);
   if (adapter) {
-    std::vector<language::WeightShape> wanted = adapter_shapes(config_, *lora_);
+    std::vector<language::WeightShape> wanted = adapter_shapes(config, *lora);
     for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
     adapter->check(wanted, false);
   }
   const WeightFiles files(folder);
-  std::vector<language::WeightShape> shapes = weight_shapes(config_);
+  std::vector<language::WeightShape> shapes = weight_shapes(config);
   const bool stacked = has_stacked_folders() || files.has_stacked_experts();
   if (!stacked) shapes = language::one_by_one(shapes);
-  files.check(shapes, config_.tied);
-  dtype_ = options.dtype.value_or(config_.dtype.value_or(files.dtype(shapes.front().name)));
-  if (dtype_ == at::kDouble) {
+  files.check(shapes, config.tied);
+  dtype = options.dtype.value_or(config.dtype.value_or(files.dtype(shapes.front().name)));
+  if (dtype == at::kDouble) {
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model_ = std::make_unique<Model>(make_layers(config_, dtype_, options.layers, lora_), model_options(options));
+  model.emplace(make_layers(config, dtype, options.layers, lora), model_options(options));
   files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
-  if (!lora_) return;
+  if (!lora) return;
   NamedParameters adapters = weights(true);
   for (auto& [name, tensor] : adapters) {
     if (adapter) name = language::peft_name(name);
@@ -126,39 +153,17 @@ LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptio
   }
 }
 
-LanguageModel& LanguageModel::operator=(LanguageModel&& other) noexcept { return move_into(*this, std::move(other)); }
-
-Model& LanguageModel::own() const {
-  require_not_moved_from(model_ != nullptr, "language model");
-  return *model_;
-}
-
-const language::Config& LanguageModel::config() const {
-  own();
-  return config_;
-}
-
-c10::ScalarType LanguageModel::dtype() const {
-  own();
-  return dtype_;
-}
-
-const std::optional<LoraOptions>& LanguageModel::lora() const {
-  own();
-  return lora_;
-}
-
-NamedParameters LanguageModel::weights(bool of_adapters) {
+NamedParameters LanguageModel::Core::weights(bool of_adapters) {
   NamedParameters found;
-  for (const auto& [name, tensor] : own().named_parameters()) {
+  for (const auto& [name, tensor] : model->named_parameters()) {
     const bool is_adapter = name.find(".lora_") != std::string::npos;
-    const bool is_second = config_.tied && name == "lm_head.weight";
+    const bool is_second = config.tied && name == "lm_head.weight";
     if (is_adapter == of_adapters && !is_second) found.emplace_back(name, tensor);
   }
   return found;
 }
 
-void LanguageModel::begin_adapters() {
+void LanguageModel::Core::begin_adapters() {
   const at::NoGradGuard no_grad;
   for (auto& [name, tensor] : weights(true)) {
     // As torch.nn.Linear begins.
@@ -171,52 +176,51 @@ void LanguageModel::begin_adapters() {
   }
 }
 
-Tokens LanguageModel::checked(const char* where, const LanguageBatch& batch, bool with_labels) const {
-  own();
+Tokens LanguageModel::Core::checked(const char* where, const LanguageBatch& batch, bool with_labels) {
   const Tensor& ids = batch.ids;
   if (!ids.defined() || ids.dim() != 2 || ids.numel() == 0) {
     refuse(where, "the ids are no [rows, tokens], expected at least a token");
   }
   check_tensor(where, "the ids", ids, ids, false);
-  check_range(where, "the ids", ids, config_.vocabulary);
-  if (ids.size(1) > config_.max_positions && !batch.positions.defined()) {
-    refuse(where, "the rows have ", ids.size(1), " tokens, expected at most ", config_.max_positions,
+  check_range(where, "the ids", ids, config.vocabulary);
+  if (ids.size(1) > config.max_positions && !batch.positions.defined()) {
+    refuse(where, "the rows have ", ids.size(1), " tokens, expected at most ", config.max_positions,
            ", the max_position_embeddings of the model");
   }
   Tokens tokens;
   tokens.ids = ids;
   if (batch.positions.defined()) {
     check_tensor(where, "the positions", batch.positions, ids, true);
-    check_range(where, "the positions", batch.positions, config_.max_positions);
+    check_range(where, "the positions", batch.positions, config.max_positions);
     tokens.positions = batch.positions;
   }
   if (batch.attention_mask.defined()) {
     check_tensor(where, "the attention mask's numbers", batch.attention_mask, ids, false);
-    check_mask(where, batch.attention_mask, attention_ == models::Attention::kPacked);
+    check_mask(where, batch.attention_mask, attention == models::Attention::kPacked);
     tokens.attention_mask = batch.attention_mask;
   }
   if (!with_labels) return tokens;
   if (!batch.labels.defined()) refuse(where, "there are no labels, expected them beside the ids");
   check_tensor(where, "the labels", batch.labels, ids, false);
   const Tensor counts = batch.labels.ne(language::kIgnoredLabel);
-  check_range(where, "the labels", batch.labels.where(counts, 0), config_.vocabulary);
+  check_range(where, "the labels", batch.labels.where(counts, 0), config.vocabulary);
   tokens.labels = batch.labels;
-  tokens.chunk_logit_bytes = own().run_options().chunk_logit_bytes.value_or(0);
+  tokens.chunk_logit_bytes = model->run_options().chunk_logit_bytes.value_or(0);
   tokens.counted = batch.counted;
   if (batch.counted == 0) tokens.counted = counts.slice(1, 1).sum().item<int64_t>();
   if (tokens.counted <= 0) refuse(where, "no label counts, expected at least one behind the first token of a row");
   return tokens;
 }
 
-Microbatches<Tokens> LanguageModel::to_train(const char* where, const LanguageBatch& batch) const {
+Microbatches<Tokens> LanguageModel::Core::to_train(const char* where, const LanguageBatch& batch) {
   Tokens tokens = checked(where, batch, true);
   tokens.training = true;
   return cut(std::move(tokens));
 }
 
-Microbatches<Tokens> LanguageModel::cut(Tokens tokens) const {
+Microbatches<Tokens> LanguageModel::Core::cut(Tokens tokens) {
   const detail::Batch batch = detail::batch_of(std::move(tokens), /*is_call=*/false);
-  const RunOptions& options = own().run_options();
+  const RunOptions& options = model->run_options();
   const int count = detail::count_of(batch, options, runtime::Engine::current()->pool_size());
   Microbatches<Tokens> microbatches;
   for (const runtime::Values& part : detail::cut_inputs(batch, count, options.cut_inputs)) {
@@ -227,30 +231,62 @@ Microbatches<Tokens> LanguageModel::cut(Tokens tokens) const {
   return microbatches;
 }
 
-RunOptions LanguageModel::options_of_cut() const {
-  RunOptions options = own().run_options();
+RunOptions LanguageModel::Core::options_of_cut() {
+  RunOptions options = model->run_options();
   options.microbatches.reset();  // as many as there are
   return options;
 }
 
+void LanguageModel::Core::write_folder(const std::string& to, const language::ModelFolderOptions& options,
+                                       const language::WrittenValue& written) {
+  const NamedParameters all = weights(false);
+  language::write_model_folder(to, folder, has_stacked_folders() ? all : language::one_by_one(all), options, written);
+}
+
+LanguageModel::LanguageModel(const std::string& folder, const LanguageModelOptions& options)
+    : core_(std::make_unique<Core>(folder, options)) {}
+
+LanguageModel::~LanguageModel() = default;
+LanguageModel::LanguageModel(LanguageModel&&) noexcept = default;
+LanguageModel& LanguageModel::operator=(LanguageModel&& other) noexcept { return move_into(*this, std::move(other)); }
+
+LanguageModel::Core& LanguageModel::own() const {
+  require_not_moved_from(core_ != nullptr, "language model");
+  return *core_;
+}
+
+Model& LanguageModel::model() { return *own().model; }
+
+const std::string& LanguageModel::model_type() const { return own().config.model_type; }
+
+int64_t LanguageModel::vocabulary() const { return own().config.vocabulary; }
+
+int64_t LanguageModel::max_positions() const { return own().config.max_positions; }
+
+c10::ScalarType LanguageModel::dtype() const { return own().dtype; }
+
+const std::optional<LoraOptions>& LanguageModel::lora() const { return own().lora; }
+
 TrainResult LanguageModel::forward_backward(const LanguageBatch& batch, GradScaler* scaler) {
-  return own().forward_backward(to_train("forward_backward", batch), std::tuple<>(), loss_by(scaler), options_of_cut());
+  return model().forward_backward(own().to_train("forward_backward", batch), std::tuple<>(), loss_by(scaler),
+                                  own().options_of_cut());
 }
 
 Model::Pending LanguageModel::submit(const LanguageBatch& batch, GradScaler* scaler) {
-  return own().submit(to_train("submit", batch), std::tuple<>(), loss_by(scaler), options_of_cut());
+  return model().submit(own().to_train("submit", batch), std::tuple<>(), loss_by(scaler), own().options_of_cut());
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return own().predict_memory(to_train("predict_memory", batch), std::tuple<>(), loss_by(nullptr), options_of_cut());
+  return model().predict_memory(own().to_train("predict_memory", batch), std::tuple<>(), loss_by(nullptr),
+                                own().options_of_cut());
 }
 
 EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
-  const Tokens tokens = checked("evaluate", batch, true);
-  own().synchronize();
+  const Tokens tokens = own().checked("evaluate", batch, true);
+  model().synchronize();
   EvaluatedLoss loss{.counted = tokens.counted};
-  for (const Tensor& part : own().forward_microbatches(options_of_cut(), cut(tokens))) {
+  for (const Tensor& part : model().forward_microbatches(own().options_of_cut(), own().cut(tokens))) {
     loss.mean += part.item<double>();
   }
   return loss;
@@ -258,45 +294,38 @@ EvaluatedLoss LanguageModel::evaluate(const LanguageBatch& batch) {
 
 Tensor LanguageModel::logits(const LanguageBatch& batch) {
   const at::NoGradGuard no_grad;
-  return own().forward_with(options_of_cut(), cut(checked("logits", batch, false)));
-}
-
-void LanguageModel::write_folder(const std::string& folder, const language::ModelFolderOptions& options,
-                                 const language::WrittenValue& written) {
-  const NamedParameters all = weights(false);
-  language::write_model_folder(folder, folder_, has_stacked_folders() ? all : language::one_by_one(all), options,
-                               written);
+  return model().forward_with(own().options_of_cut(), own().cut(own().checked("logits", batch, false)));
 }
 
 void LanguageModel::save(const std::string& folder, const language::ModelFolderOptions& options) {
   if (lora()) refuse("language model", "the model has adapters, expected none; call save_adapter or save_merged");
-  own().synchronize();
-  write_folder(folder, options, {});
+  model().synchronize();
+  own().write_folder(folder, options, {});
 }
 
 void LanguageModel::save_merged(const std::string& folder, const language::ModelFolderOptions& options) {
   if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
-  own().synchronize();
+  model().synchronize();
   std::map<std::string, Tensor> adapters;
-  for (auto& [name, tensor] : weights(true)) adapters.emplace(name, tensor);
-  write_folder(folder, options, [&](const std::string& name, const Tensor& weight) {
+  for (auto& [name, tensor] : own().weights(true)) adapters.emplace(name, tensor);
+  own().write_folder(folder, options, [&](const std::string& name, const Tensor& weight) {
     const std::string module = name.substr(0, name.find_last_of('.'));
     const auto down = adapters.find(module + ".lora_A.weight");
     if (down == adapters.end() || !name.ends_with(".weight")) return weight;
     const Tensor& up = adapters.at(module + ".lora_B.weight");
     const at::NoGradGuard no_grad;
-    return weight.clone().add_(at::matmul(up, down->second) * lora_->scaling());
+    return weight.clone().add_(at::matmul(up, down->second) * own().lora->scaling());
   });
 }
 
 void LanguageModel::save_adapter(const std::string& folder, bool replace) {
   if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
-  own().synchronize();
-  NamedParameters adapters = weights(true);
+  model().synchronize();
+  NamedParameters adapters = own().weights(true);
   for (auto& [name, tensor] : adapters) name = language::peft_name(name);
   language::write_whole_folder(folder, replace, [&](const std::string& hidden) {
     language::write_weights(hidden, kAdapterFile, adapters);
-    language::write_text(hidden, "adapter_config.json", language::lora_text(*lora_, folder_));
+    language::write_text(hidden, "adapter_config.json", language::lora_text(*own().lora, own().folder));
   });
 }
 

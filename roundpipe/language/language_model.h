@@ -10,9 +10,7 @@
 
 #include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/api/model.h>
-#include <roundpipe/language/config.h>
-#include <roundpipe/language/layers.h>
-#include <roundpipe/language/model_folder.h>
+#include <roundpipe/language/options.h>
 
 namespace roundpipe {
 
@@ -61,12 +59,17 @@ class LanguageModel {
   // Throws std::invalid_argument for a folder that is no such model or is not supported, before weights are read, and
   // Error for a damaged one.
   explicit LanguageModel(const std::string& folder, const LanguageModelOptions& options = {});
-  LanguageModel(LanguageModel&&) = default;
+  ~LanguageModel();
+  LanguageModel(LanguageModel&&) noexcept;
   LanguageModel& operator=(LanguageModel&& other) noexcept;
 
   // The model itself: steps, plans, parameters by the names of the folder, and all else.
-  Model& model() { return own(); }
-  const language::Config& config() const;
+  Model& model();
+  // Of its config.json: "llama", how many tokens there are, and how many a row may have.
+  const std::string& model_type() const;
+  int64_t vocabulary() const;
+  int64_t max_positions() const;
+  // Of the weights.
   c10::ScalarType dtype() const;
 
   // The loss is the mean over the labels that count in the whole batch, whatever the microbatches. The loss of routers,
@@ -96,26 +99,10 @@ class LanguageModel {
   const std::optional<LoraOptions>& lora() const;
 
  private:
-  Model& own() const;
-  NamedParameters weights(bool of_adapters);
-  // Whether transformers writes the experts' matrices stacked.
-  bool has_stacked_folders() const { return config_.experts && config_.experts->clamped; }
-  void begin_adapters();
+  struct Core;
+  Core& own() const;
 
-  void write_folder(const std::string& folder, const language::ModelFolderOptions& options,
-                    const language::WrittenValue& written);
-  language::Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels) const;
-  Microbatches<language::Tokens> to_train(const char* where, const LanguageBatch& batch) const;
-  // Cuts a batch as the model would, and finds each microbatch's documents before it leaves the host.
-  Microbatches<language::Tokens> cut(language::Tokens tokens) const;
-  RunOptions options_of_cut() const;
-
-  std::string folder_;
-  language::Config config_;
-  std::optional<LoraOptions> lora_;
-  c10::ScalarType dtype_;
-  models::Attention attention_;
-  std::unique_ptr<Model> model_;  // null: moved from
+  std::unique_ptr<Core> core_;  // null: moved from
 };
 
 }  // namespace roundpipe

@@ -11,6 +11,7 @@
 
 #include <roundpipe/api/engine_layer.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/language/lora.h>
 #include <roundpipe/language/rotary.h>
 #include <roundpipe/models/masks.h>
 

@@ -9,9 +9,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/api/layer.h>
-#include <roundpipe/core/arithmetic.h>
 #include <roundpipe/language/config.h>
-#include <roundpipe/language/lora.h>
+#include <roundpipe/language/options.h>
 #include <roundpipe/language/router_loss.h>
 #include <roundpipe/models/decoder.h>
 #include <roundpipe/models/token_loss.h>
@@ -45,19 +44,6 @@ struct Hidden {
   int64_t counted = 0;
   int64_t chunk_logit_bytes = 0;
   bool training = false;
-};
-
-// How the layers compute.
-struct LayerOptions {
-  // Unset: as transformers by default, see attention_of().
-  std::optional<models::Attention> attention = std::nullopt;
-  models::Experts experts = models::Experts::kGrouped;  // of mixtures; as transformers by default
-  Arithmetic arithmetic = kDefaultArithmetic;
-  // Tokens whose logits exist at a time; 0: all, or if these take more than kWholeLogitBytes, as many as
-  // ops::linear_cross_entropy chooses.
-  int64_t loss_chunk_tokens = 0;
-  // Tokens of a row that an MLP computes at a time; 0: all of a row, or half of 16,384 if it is longer.
-  int64_t mlp_chunk_tokens = 0;
 };
 
 // The attention of a model: as the options say, or else kSdpa, and kEager for a model with sinks. Throws

@@ -1,30 +1,13 @@
 #pragma once
 
-#include <cstdint>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include <roundpipe/language/config.h>
+#include <roundpipe/language/options.h>
 
-namespace roundpipe {
-
-// LoRA adapters on linear layers of the decoder layers, under PEFT's names and with its defaults.
-struct LoraOptions {
-  int64_t rank = 8;
-  double alpha = 8;
-  double dropout = 0;            // of what enters an adapter, in training
-  bool rank_stabilized = false;  // PEFT's use_rslora: alpha / sqrt(rank) instead of alpha / rank
-  // PEFT's target_modules: names of modules, or the ends of such names: "q_proj", "mlp.up_proj"; "all-linear" alone:
-  // all.
-  std::vector<std::string> targets = {"q_proj", "v_proj"};
-
-  // The factor of what an adapter adds.
-  double scaling() const;
-};
-
-namespace language {
+namespace roundpipe::language {
 
 // The linear layers of decoder layer `index`, such as "self_attn.q_proj". Experts and their routers have none.
 std::vector<std::string> linear_modules(const Config& config, int64_t index);
@@ -47,5 +30,4 @@ std::string lora_text(const LoraOptions& lora, const std::string& base);
 // The name of an adapter's weight in PEFT's adapter_model.safetensors.
 std::string peft_name(const std::string& parameter);
 
-}  // namespace language
-}  // namespace roundpipe
+}  // namespace roundpipe::language

@@ -8,13 +8,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/language/options.h>
 
 namespace roundpipe::language {
-
-struct ModelFolderOptions {
-  int64_t most_file_bytes = 5'000'000'000;  // of a file of weights, unless a single weight is larger
-  bool replace = false;                     // a folder that is there gives way in one step
-};
 
 // Makes what is written of a weight: of the same shape and dtype, held only while it is written.
 using WrittenValue = std::function<at::Tensor(const std::string& name, const at::Tensor& weight)>;

@@ -5,6 +5,8 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 
+#include <roundpipe/language/layers.h>
+
 namespace roundpipe {
 
 LanguageBatch read_batch(const tokens::TokenFile& file, const std::vector<std::vector<tokens::Piece>>& rows,

@@ -8,11 +8,13 @@
 #include <utility>
 #include <vector>
 
+#include <roundpipe/checkpoint/run_folder.h>
 #include <roundpipe/checkpoint/steps.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/device/event.h>
 
 namespace roundpipe {
 
@@ -81,6 +83,10 @@ std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, con
   }
   for (const std::string& notice : run->notices()) tell("[save_checkpoint] " + notice);
   return run;
+}
+
+std::unique_ptr<checkpoint::Journal> open_journal(const std::string& folder, int64_t after_step) {
+  return run_folder(folder)->open_journal(after_step);
 }
 
 std::optional<std::string> latest(const std::string& folder) {

@@ -6,19 +6,27 @@
 #include <optional>
 #include <string>
 
-#include <roundpipe/checkpoint/run_folder.h>
-#include <roundpipe/device/event.h>
+#include <roundpipe/checkpoint/journal.h>
+
+namespace roundpipe::checkpoint {
+class RunFolder;
+}
+namespace roundpipe::device {
+class Event;
+}
 
 namespace roundpipe {
 
 // The folder of a run, which this process writes to: made if it is not there, and locked until the process ends. The
-// same object for the same folder: save_checkpoint uses it, too, and open_journal() of it begins the run's journal.
-// Thread safety: any thread. Throws Error if another process writes to the folder, or it cannot be written to. What was
-// found in it is told.
-using Tell = std::function<void(const std::string& line)>;
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, const Tell& tell);
-// The same, told by Frontend::warn, or printed to stderr.
+// same object for the same folder; save_checkpoint uses it, too. What was found in it is told by Frontend::warn, or
+// printed to stderr. Thread safety: any thread. Throws Error if another process writes to the folder, or it cannot be
+// written to.
 std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder);
+
+// Begins the journal of such a folder: the completed steps, beside the checkpoints. `after_step`: the step that
+// training goes on from; records after it are to be replayed. Throws as run_folder does, and Error if the journal is
+// open already.
+std::unique_ptr<checkpoint::Journal> open_journal(const std::string& folder, int64_t after_step);
 
 // The folder of the newest complete checkpoint of a run; none if the run has no checkpoint. Reads only manifests.
 // Throws Error if it has some and none is complete, so that no training begins anew beside them. Any thread.
@@ -36,10 +44,13 @@ struct SaveReport {
 
 // -- for saves --
 
+// run_folder(), with others to tell.
+using Tell = std::function<void(const std::string& line)>;
+std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, const Tell& tell);
 // A folder's absolute path without links, the same before the folder is made and after.
 std::string real_path(const std::string& folder);
 // Notes the last save into a run's folder, given by its real path. The save is over when `over` fires.
-void note_save(const std::string& path, device::EventPtr over);
+void note_save(const std::string& path, std::shared_ptr<device::Event> over);
 // Waits for the last save of this process into a run's folder, which is given by itself or by a checkpoint in it.
 void wait_for_saves(const std::string& folder);
 // Waits for the last saves into all of them, as a process does when it ends. Interruptible.

@@ -10,7 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/core/export.h>
+#include <roundpipe/core/error.h>
 
 namespace roundpipe {
 

@@ -19,6 +19,7 @@
 
 #include <roundpipe/checkpoint/output_file.h>
 #include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/language/config.h>
 #include <roundpipe/language/language_model.h>
 #include <roundpipe/saving/tensor_files.h>
 

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/checkpoint/run_folder.h>
 #include <roundpipe/roundpipe.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>

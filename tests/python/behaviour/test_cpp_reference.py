@@ -46,6 +46,7 @@ struct Point {
 """
     lines = list(TOOL["without_definitions"](list(TOOL["without_blocks"](source.splitlines()))))
     assert [line for line in lines if line] == [
+        "namespace roundpipe {",
         "// Counts.",
         "class Counter {",
         " public:",
@@ -58,4 +59,5 @@ struct Point {
         "struct Point {",
         "  int x = 0;",
         "};",
+        "}  // namespace roundpipe",
     ]
