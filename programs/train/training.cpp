@@ -225,7 +225,8 @@ void Training::check_fixed_in(StoredCheckpoint stored) const {
                                        options_.tokens, "; name its own token file, or another --out"));
   }
   if (!stored.state().at("state").contains(kOrder) || saved(kOrder).as_int() != kOrderOfRows) {
-    throw std::invalid_argument(concat("[train] ", stored.folder(), " was trained on rows in an order that is no longer ",
+    throw std::invalid_argument(concat("[train] ", stored.folder(),
+                                       " was trained on rows in an order that is no longer ",
                                        "made, expected that of this version; finish it with the version that began it, "
                                        "or name another --out"));
   }
@@ -367,7 +368,8 @@ void Training::save(int64_t step, bool wait) {
   saving.overwrite = true;
   std::vector<std::pair<std::string, StateValue>> fixed;
   for (const auto& [name, value] : fixed_options(options_, data_.steps(), attention_)) fixed.emplace_back(name, value);
-  saving.state = {{kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}, {kOrder, kOrderOfRows}};
+  saving.state = {
+      {kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}, {kOrder, kOrderOfRows}};
   saving.scaler = scaler_.get();
   if (scaler_) saving.state.emplace_back(kSkipped, skipped_.count());
   saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};

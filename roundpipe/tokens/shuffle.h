@@ -8,8 +8,8 @@
 namespace roundpipe::tokens {
 
 // A permutation of the numbers from 0 to below `count`, of which any part can be asked for: nothing is drawn, and a run
-// that resumes needs its position only. The same count and key give the same one on every machine, and in every version,
-// since runs that go on rely on it. Up to 8 KiB of memory. Any thread.
+// that resumes needs its position only. The same count and key give the same one on every machine, and in every
+// version, since runs that go on rely on it. Up to 8 KiB of memory. Any thread.
 //
 // It is a Feistel network over the next power of four; what falls outside of the count is sent through again. Small
 // counts are sorted by their images instead, since few bits shuffle badly.

@@ -18,8 +18,8 @@ constexpr size_t kAtOnceBytes = 1 << 20;
 
 int64_t checked_vocabulary(int64_t vocabulary) {
   if (vocabulary > 0 && vocabulary <= Header::kMostVocabulary) return vocabulary;
-  throw std::invalid_argument(concat("[tokens] vocabulary is ", vocabulary, ", expected a number from 1 to ",
-                                     Header::kMostVocabulary));
+  throw std::invalid_argument(
+      concat("[tokens] vocabulary is ", vocabulary, ", expected a number from 1 to ", Header::kMostVocabulary));
 }
 
 template <typename Token>
@@ -45,6 +45,9 @@ TokenWriter::TokenWriter(const std::string& path, int64_t vocabulary, checkpoint
 TokenWriter::~TokenWriter() { discard(); }
 
 void TokenWriter::append(const std::vector<int64_t>& document) {
+  if (!is_open_) {
+    throw std::invalid_argument("[tokens] the file is finished, expected no more documents; make another writer");
+  }
   if (document.empty()) {
     throw std::invalid_argument("[tokens] a document is empty, expected at least one token; leave it out");
   }

@@ -23,10 +23,10 @@ class TokenWriter {
   int64_t tokens() const { return ends_.empty() ? 0 : static_cast<int64_t>(ends_.back()); }
   int64_t documents() const { return static_cast<int64_t>(ends_.size()); }
 
-  // Throws std::invalid_argument for a document that is empty or has a token outside of the vocabulary: the file stays
-  // as it is.
+  // Throws std::invalid_argument for a document that is empty or has a token outside of the vocabulary, and after
+  // finish(): the file stays as it is.
   void append(const std::vector<int64_t>& document);
-  // Puts the file in its place. Throws std::invalid_argument if there are no documents. Nothing may be appended then.
+  // Puts the file in its place. Throws std::invalid_argument if there are no documents.
   void finish();
   // Ends without a file; nothing happens after finish().
   void discard();

@@ -117,7 +117,8 @@ def open_prepared(folder: str | Path, weights: Sequence[Fraction], options: Data
         options: that it was prepared with.
 
     Raises:
-        ValueError: the folder holds no prepared data, or data of other sources, or was damaged.
+        ValueError: the folder holds no prepared data, or data of other sources.
+        RoundPipeError: a file of it was damaged.
     """
     folder = Path(folder)
     if not _prepared(folder):

@@ -50,6 +50,7 @@ def tokenize(options: TokenizeOptions) -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
+    from roundpipe import _core
     from roundpipe.data.tokenizer import load_tokenizer
     from roundpipe.tokens.tokenize import Tokenized, tokenize_files
 
@@ -75,6 +76,9 @@ def tokenize(options: TokenizeOptions) -> None:
     except KeyboardInterrupt:
         typer.echo("\nroundpipe: interrupted, nothing was written", err=True)
         raise typer.Exit(130) from None
+    except _core.RoundPipeError as error:
+        typer.echo(f"roundpipe: {error}", err=True)
+        raise typer.Exit(1) from None
     typer.echo(
         f"{options.out}: {done.documents:,} documents, {done.tokens:,} tokens, the longest document has "
         f"{done.longest:,}"

@@ -65,8 +65,7 @@ void bind_token_files(py::module_& module) {
           },
           py::arg("numbers"))
       .def("largest", &TokenFile::largest, Released())
-      .def(
-          "verify", [](const TokenFile& file) { file.verify(); }, Released());
+      .def("verify", [](const TokenFile& file) { file.verify(); }, Released());
   py::class_<TokenWriter>(module, "TokenWriter")
       .def(py::init([](const std::string& path, int64_t vocabulary) {
              return std::make_unique<TokenWriter>(path, vocabulary);
@@ -93,8 +92,8 @@ void bind_tokens(py::module_& module) {
           [](const Shuffle& shuffle, const Numbers& positions) {
             return changed(positions, [&](int64_t position) {
               if (position >= 0 && position < shuffle.count()) return shuffle.at(position);
-              throw std::invalid_argument(concat("[order] position is ", position, ", expected 0 to ",
-                                                 shuffle.count() - 1));
+              throw std::invalid_argument(
+                  concat("[order] position is ", position, ", expected 0 to ", shuffle.count() - 1));
             });
           },
           py::arg("positions"));

@@ -53,6 +53,7 @@ TEST_CASE("token writer: a document that is refused is not in the file") {
   writer.append({5});
   CHECK(writer.tokens() == 1);
   writer.finish();
+  CHECK_THROWS_WITH_AS(writer.append({5}), doctest::Contains("the file is finished"), std::invalid_argument);
   CHECK(bytes_of(folder.file("x.tokens")) == token_bytes<uint16_t>({{5}}, 20));
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from damaging import sign
 from language_program import make_folder
 from metric_lines import metric_lines, repeatable_lines
 from roundpipe.data.packing import pack
@@ -204,6 +206,17 @@ def test_a_run_goes_back_behind_damage_and_saves_over_it(train: Train, tmp_path:
     shutil.rmtree(tmp_path / "run" / "model")
     done = train(**options, resume=True)
     assert done.returncode != 0 and "has no checkpoint that is whole" in done.stderr
+
+
+def test_a_run_of_another_order_of_rows_is_refused(train: Train, tmp_path: Path) -> None:
+    assert train(steps=1, save_every=1).returncode == 0
+    step = tmp_path / "run" / "step-1"
+    state = json.loads((step / "state.json").read_text())
+    del state["state"]["roundpipe-train order"]
+    (step / "state.json").write_text(json.dumps(state))
+    sign(step)
+    said = train(steps=1, save_every=1, resume=True)
+    assert said.returncode == 2 and "in an order that is no longer made" in said.stderr, said.stderr
 
 
 @pytest.mark.long

@@ -27,7 +27,7 @@ FACES = {
     "models of Python are followed through their own code, those of C++ are its own": ("LanguageModel",),
     "what of a training Python's objects hold is captured by Python": ("Capture", "ModelNames", "StateReader"),
     "the loop of a command: data and trackers of Python, none of them in C++": (
-        *("Training", "Metrics", "RunFolder", "StopSignal", "TokenFile", "Microbatches"),
+        *("Training", "RunFolder", "StopSignal", "Microbatches"),
     ),
 }
 # The same word for two things.

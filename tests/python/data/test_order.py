@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from roundpipe import _core
-
 from roundpipe.data.order import InOrder, fingerprint, shuffle
 
 ORDER = {12: [7, 4, 0, 11, 2, 1, 6, 8, 9, 3, 10, 5], 10**6: [352006, 676274, 484006, 806178, 949032]}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from tokenizers import normalizers, processors
 
+import roundpipe
 from process_memory import report_of
 from roundpipe.data.batches import Batches
 from roundpipe.data.chat_encoder import SPLIT
@@ -391,7 +392,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     for name in ("samples.tokens", "samples.runs", "records.first"):
         whole = (out / name).read_bytes()
         (out / name).write_bytes(whole[:-8])
-        with pytest.raises(ValueError, match=r"(make it|prepare the data) again"):
+        with pytest.raises((ValueError, roundpipe.RoundPipeError), match=r"(make or copy it|prepare the data) again"):
             made(path, out, max_length=64)
         (out / name).write_bytes(whole)
     assert made(path, out, max_length=64).reused

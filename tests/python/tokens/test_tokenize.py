@@ -137,3 +137,6 @@ def test_the_command(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> None
     again = CliRunner().invoke(app, command)
     assert isinstance(again.exception, ValueError) and "--overwrite" in str(again.exception)
     assert CliRunner().invoke(app, [*command, "--overwrite"]).exit_code == 0
+    command[command.index("--out") + 1] = str(tmp_path / "none" / "out.tokens")
+    nowhere = CliRunner().invoke(app, command)
+    assert nowhere.exit_code == 1 and "out.tokens" in nowhere.output
