@@ -128,7 +128,14 @@ def test_headers_are_complete_and_need_torch_only(prefix: Path) -> None:
     headers = sorted((prefix / "include").rglob("*.h"))
     assert prefix / "include/roundpipe/roundpipe.h" in headers
     # The engine is declared there, and no more: what includes it is built again with each of its changes.
-    private = ("runtime/pipeline.h", "training/model_core.h", "device/event.h", "checkpoint/file_system.h", "ops", "memory")
+    private = (
+        "runtime/pipeline.h",
+        "training/model_core.h",
+        "device/event.h",
+        "checkpoint/file_system.h",
+        "ops",
+        "memory",
+    )
     assert not [name for name in private if (prefix / "include/roundpipe" / name).exists()]
     assert len(headers) <= 40
     for header in headers:
