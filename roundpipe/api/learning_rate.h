@@ -20,7 +20,8 @@ LearningRate linear_rate(int64_t warmup_steps, int64_t total_steps, double floor
 // Rises like warmup_rate, then falls along half a cosine to `floor` at step `total_steps`, and stays there.
 LearningRate cosine_rate(int64_t warmup_steps, int64_t total_steps, double floor = 0);
 
-// Falls to `gamma` times what it was every `step_size` steps, as torch's StepLR does. Throws std::invalid_argument for
+// Falls to `gamma` times what it was every `step_size` steps, as torch.optim.lr_scheduler.StepLR does; the StepLR of
+// libtorch, whose first step() changes nothing, falls one step later each time. Throws std::invalid_argument for
 // another `step_size` than a positive one, and for a `gamma` that is negative or no number.
 LearningRate step_rate(int64_t step_size, double gamma = 0.1);
 
