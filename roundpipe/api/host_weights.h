@@ -9,7 +9,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/api/layer.h>
+#include <roundpipe/api/layer_instance.h>
 #include <roundpipe/optim/hyperparameters.h>
 #include <roundpipe/runtime/step/step_options.h>
 

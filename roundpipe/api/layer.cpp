@@ -59,9 +59,6 @@ const std::shared_ptr<LayerInstance>& Layer::original() const {
   return original_;
 }
 
-const NamedParameters& Layer::parameters() const { return original()->parameters; }
-const NamedParameters& Layer::buffers() const { return original()->buffers; }
-
 Layer& Layer::named(std::string name) {
   original();
   name_ = std::move(name);

@@ -12,22 +12,13 @@
 #include <torch/nn/modules/container/any.h>
 #include <torch/nn/pimpl.h>
 
-#include <roundpipe/api/values.h>
+#include <roundpipe/api/layer_instance.h>
 
 namespace roundpipe::runtime {
 class Layer;
 }
 
 namespace roundpipe {
-
-struct LayerInstance;
-
-using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
-// How a kind of module runs: the function of an instance of it.
-using ModuleRuns =
-    std::function<std::function<runtime::Values(const runtime::Values&)>(std::shared_ptr<torch::nn::Module>)>;
-// Makes another module like the given one.
-using ModuleCopies = std::function<std::shared_ptr<torch::nn::Module>(const torch::nn::Module&)>;
 
 namespace detail {
 
@@ -122,8 +113,8 @@ class Layer {
   // made. `number`: as above.
   void require_unchanged(size_t number) const;
   // The user's tensors, ties in place.
-  const NamedParameters& parameters() const;
-  const NamedParameters& buffers() const;
+  const NamedParameters& parameters() const { return original()->parameters; }
+  const NamedParameters& buffers() const { return original()->buffers; }
 
  private:
   const std::shared_ptr<LayerInstance>& original() const;

@@ -2,13 +2,17 @@
 
 #include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/nn/module.h>
 
-#include <roundpipe/api/layer.h>
+#include <roundpipe/api/values.h>
 
 namespace roundpipe {
+
+using NamedParameters = std::vector<std::pair<std::string, at::Tensor>>;
 
 // A layer's code with the tensors that it computes with. A layer has the user's own instance, whose code never runs,
 // and copies of it, one for each device, whose tensors the engine points at device memory.
@@ -27,5 +31,11 @@ struct LayerInstance {
   NamedParameters found;
   std::vector<std::shared_ptr<torch::nn::Module>> submodules;
 };
+
+// How a kind of module runs: the function of an instance of it.
+using ModuleRuns =
+    std::function<std::function<runtime::Values(const runtime::Values&)>(std::shared_ptr<torch::nn::Module>)>;
+// Makes another module like the given one.
+using ModuleCopies = std::function<std::shared_ptr<torch::nn::Module>(const torch::nn::Module&)>;
 
 }  // namespace roundpipe

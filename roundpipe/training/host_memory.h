@@ -4,7 +4,6 @@
 #include <functional>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -25,12 +24,6 @@ struct OptimizerMemory {
 // Of groups with these hyperparameters, at least one, that which takes the most for a parameter.
 OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
                                   optim::MomentFormat moments);
-
-using MemoryRows = std::vector<std::pair<std::string, int64_t>>;
-MemoryRows rows_of(const HostPrediction& host);
-MemoryRows rows_of(const simulate::DeviceMemory& device);
-// Sizes one below the other, then their sum, and the sizes to compare it with. Rows of 0 are left out.
-std::string memory_table(const std::string& title, const MemoryRows& rows, const MemoryRows& beside);
 
 // The model's share of HostPrediction. `blocks`: parameters and buffers whose memory is one block; if any of them is
 // trained, there are gradients for all. `trains`: false: nothing is trained, whatever requires_grad says.

@@ -4,6 +4,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/core/error.h>
@@ -48,5 +49,13 @@ struct MemoryPrediction {
   // A table of all of it.
   std::string text() const;
 };
+
+// -- for the training --
+
+using MemoryRows = std::vector<std::pair<std::string, int64_t>>;
+MemoryRows rows_of(const HostPrediction& host);
+MemoryRows rows_of(const simulate::DeviceMemory& device);
+// Sizes one below the other, then their sum, and the sizes to compare it with. Rows of 0 are left out.
+std::string memory_table(const std::string& title, const MemoryRows& rows, const MemoryRows& beside);
 
 }  // namespace roundpipe
