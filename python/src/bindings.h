@@ -28,10 +28,10 @@ void bind_random(pybind11::module_& module);
 void bind_run_folder(pybind11::module_& module);
 void bind_saving(pybind11::module_& module);
 void bind_schedule(pybind11::module_& module);
-void bind_state_values(pybind11::module_& module);
 void bind_stored_checkpoint(pybind11::module_& module);
 void bind_step_records(pybind11::module_& module);
 void bind_tokens(pybind11::module_& module);
+void bind_training_load(pybind11::module_& module);
 void bind_training_options(pybind11::module_& module);
 
 // The Python class of a small struct: read-only attributes, and a __repr__ that shows them in their order, such as

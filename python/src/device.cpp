@@ -4,7 +4,6 @@
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/device/device_spec.h>
 #include <roundpipe/device/event.h>
-#include <roundpipe/device/fp16_accumulation.h>
 #include <roundpipe/device/virtual/memory_meter.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/step_memory.h>
@@ -147,7 +146,6 @@ void bind_device(py::module_& module) {
           "hangs", [](Engine& engine, int index) { return engine.pool_worker(index).device().hangs(); },
           py::arg("index"));
   module.def("require_engine", &require_engine);
-  module.def("changed_fp16_accumulation", &device::changed_fp16_accumulation, py::arg("saved"), py::arg("own"));
   module.def("require_callers_thread", &require_callers_thread);
   module.def("interpreter_lock_acquisitions", &InterpreterLock::acquisitions);
   py::class_<device::MemoryMeter>(module, "MemoryMeter")

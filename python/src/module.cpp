@@ -24,9 +24,9 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_ops(module);
   roundpipe::python::bind_checkpoint_files(module);
   roundpipe::python::bind_run_folder(module);
-  roundpipe::python::bind_state_values(module);
   roundpipe::python::bind_stored_checkpoint(module);
   roundpipe::python::bind_step_records(module);
   roundpipe::python::bind_tokens(module);
+  roundpipe::python::bind_training_load(module);
   roundpipe::python::bind_training_options(module);
 }

@@ -59,15 +59,6 @@ void bind_linear_cross_entropy(py::module_& module) {
       "chunk_logit_bytes",
       [](const std::string& device) { return roundpipe::chunk_logit_bytes(c10::Device(device).is_cpu()); },
       py::arg("device"));
-  module.def(
-      "kept_chunks",
-      [](bool is_said, std::optional<int64_t> saved, std::optional<int64_t> own, const std::string& model) {
-        std::optional<std::pair<int64_t, std::string>> found;
-        if (const auto kept = roundpipe::kept_chunks(is_said, saved, own, model))
-          found.emplace(kept->logit_bytes, kept->notice);
-        return found;
-      },
-      py::arg("is_said"), py::arg("saved"), py::arg("own"), py::arg("model"));
   module.def("softcap_steps", &softcap_steps, py::arg("cap"));
   module.def(
       "linear_cross_entropy",
@@ -81,12 +72,6 @@ void bind_linear_cross_entropy(py::module_& module) {
 
 void bind_kernels(py::module_& module) {
   module.def("check_arithmetic", [](const std::string& name) { parse_arithmetic(name); }, py::arg("name"));
-  module.def(
-      "changed_arithmetic",
-      [](const std::optional<std::string>& saved, const std::string& own, const std::string& model) {
-        return changed_arithmetic(saved.value_or(""), parse_arithmetic(own), model);
-      },
-      py::arg("saved"), py::arg("own"), py::arg("model"));
   module.attr("DEFAULT_ARITHMETIC") = std::string(arithmetic_name(kDefaultArithmetic));
   module.def("card_source", [] { return std::string(kernels::card_source()); });
   module.def(

@@ -204,30 +204,6 @@ void bind_pipeline(py::module_& module) {
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
       .def(
-          "weights_read_by_calls", [](Pipeline& pipeline) { return pipeline.weights().read_by_calls(); },
-          py::call_guard<py::gil_scoped_release>())
-      .def("wait_buffers", &Pipeline::wait_buffers, py::call_guard<py::gil_scoped_release>())
-      .def("summed_gradients",
-           [](Pipeline& pipeline) {
-             std::vector<std::vector<std::optional<at::Tensor>>> sums;
-             for (const std::vector<at::Tensor>& block : pipeline.gradients().summed()) {
-               auto& of_block = sums.emplace_back();
-               for (const at::Tensor& sum : block)
-                 of_block.push_back(sum.defined() ? std::optional(sum) : std::nullopt);
-             }
-             return sums;
-           })
-      .def(
-          "load_gradients",
-          [](Pipeline& pipeline, const std::vector<std::vector<std::optional<at::Tensor>>>& gradients) {
-            std::vector<std::vector<at::Tensor>> sums;
-            for (const auto& block : gradients) {
-              auto& of_block = sums.emplace_back();
-              for (const auto& sum : block) of_block.push_back(sum.value_or(at::Tensor()));
-            }
-            pipeline.gradients().load(sums);
-          },
-          py::arg("gradients"), py::call_guard<py::gil_scoped_release>())
       .def(
           "show_gradients", [](Pipeline& pipeline) { pipeline.gradients().show(); },
           py::call_guard<py::gil_scoped_release>())

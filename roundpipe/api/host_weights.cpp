@@ -61,6 +61,11 @@ std::shared_ptr<ModelOptimizer> HostWeights::fused_optimizer() const {
   return fused_ ? fused_->optimizer() : nullptr;
 }
 
+const std::shared_ptr<CopySteps>& HostWeights::copy_steps() const {
+  shared_pipeline();
+  return copies_;
+}
+
 const NamedParameters& HostWeights::parameter_names() const {
   shared_pipeline();
   return named_;
@@ -156,13 +161,6 @@ void HostWeights::step_by(std::function<void()> update, bool asynchronous) {
   copies_->queue_step(std::move(update));
   is_behind_ = true;
   if (!asynchronous) copies_->settle_step();
-}
-
-void HostWeights::require_no_functions(const char* where) const {
-  if (!copies_) return;
-  throw std::invalid_argument(concat("[", where,
-                                     "] the model's optimizer_parameters() are in use, and such a checkpoint is made "
-                                     "and read by programs in Python alone, expected an Optimizer or one of libtorch"));
 }
 
 std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,

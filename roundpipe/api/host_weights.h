@@ -73,9 +73,8 @@ class HostWeights {
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
   std::shared_ptr<runtime::ModelOptimizer> fused_optimizer() const;
-  // Throws std::invalid_argument in the name of `where` if functions step the model: their optimizer's parameters are
-  // in no checkpoint of a program in C++.
-  void require_no_functions(const char* where) const;
+  // Null: there are no optimizer_parameters().
+  const std::shared_ptr<CopySteps>& copy_steps() const;
   const NamedParameters& parameter_names() const;
   const NamedParameters& buffer_names() const;
 

@@ -1,95 +1,82 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
-#include <set>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include <nlohmann/json.hpp>
 
-#include <roundpipe/api/model.h>
+#include <roundpipe/runs/model_names.h>
+#include <roundpipe/runs/trained_parts.h>
 #include <roundpipe/saving/contents.h>
+#include <roundpipe/training/copy_steps.h>
 
 namespace roundpipe {
 
-// The names of formats of moments in checkpoints.
-const char* moments_name(optim::MomentFormat moments);
-
-// A frozen parameter that the checkpoint leaves out, since it is of another folder.
-using LeavesOut = std::function<bool(const std::string& name, const at::Tensor& parameter)>;
-
-// What a checkpoint of a model holds, by the names of its state dict. A tied parameter counts once, under its first
-// name.
-struct ModelNames {
-  NamedParameters parameters;
-  NamedParameters buffers;
-  std::vector<std::pair<std::string, std::string>> tied;  // another name, and the first one
-  std::set<std::string> outside;                          // see LeavesOut; parameters in mapped files are so, too
-  std::map<std::string, std::string> in_file = {};        // names in weight files that differ from the model's
-
-  ModelNames(const HostWeights& model, const LeavesOut& leaves_out);
-  ModelNames(NamedParameters of_parameters, NamedParameters of_buffers, std::set<std::string> left_out,
-             std::map<std::string, std::string> names_in_file);
-  // The name of a parameter; null for any other tensor.
-  const std::string* find(const at::Tensor& parameter) const;
-  // Of a parameter or buffer, in the weight files.
-  const std::string& file_name(const std::string& name) const;
-
- private:
-  void note_parameters();
-
-  std::unordered_map<const c10::TensorImpl*, size_t> numbers_;  // of parameters
+// A training at the moment of a save, beside its weights and its optimizer.
+struct CapturedRun {
+  int64_t step = 0;   // the checkpoint's number
+  int64_t steps = 0;  // made so far
+  // What writes the checkpoint, by name.
+  std::vector<std::pair<std::string, std::string>> versions = {};
+  // See random_states.
+  StateValue::Dict other_random_states = {};
+  // Of a training by several nodes: what the losses of gradients that no step has consumed were, or null.
+  std::optional<nlohmann::ordered_json> loss_counts = std::nullopt;
+  int64_t rank = 0;
+  int64_t size = 1;  // how many processes train together
 };
 
-// A shape as Python prints it.
-std::string tuple_text(at::IntArrayRef sizes);
+// A value of the program's own: an object's state_dict(), or the value itself.
+struct GivenValue {
+  StateValue value;
+  bool is_state_dict = false;
+};
 
-// Bytes of logits in a chunk of the model's loss, if it chooses its chunks itself.
-std::optional<int64_t> chunk_logit_bytes(Model& model);
-
-// A checksum of a tensor's shape, dtype, and its first, middle and last bytes.
-std::string sampled_checksum(const at::Tensor& tensor);
-
-// The state of a training at one moment, some of it still in motion. Made on the caller's thread.
+// The state of a training at one moment, some of it still in motion. Of several ranks, the first has what is whole, and
+// each has what only it has. Made on the caller's thread.
 class Capture {
  public:
-  Capture(Model& model, int64_t step, const LeavesOut& leaves_out);
+  // Takes names, buffers, counters and random states.
+  Capture(ModelNames names, const std::vector<TrainedModel>& models, CapturedRun run);
 
-  // Takes the state of the optimizer and what it trains. A fused optimizer's steps are not waited for; with libtorch's,
-  // nothing may run. Without one, weights and gradients are taken as they are.
-  void take(Optimizer& optimizer, const std::shared_ptr<saving::SnapshotMemory>& memory);
-  void take(torch::optim::Optimizer& optimizer);
-  void take_weights();
-  void take_scaler(const GradScaler& scaler);
-  void take_values(const std::vector<std::pair<std::string, StateValue>>& values);
+  void take_schedulers(const std::vector<GivenValue>& schedulers);
+  void take_values(const std::vector<std::pair<std::string, GivenValue>>& values);
+  // `later` returns the scaler's state after the steps that were made so far, and how it goes on; finish() calls it.
+  void take_scaler(std::function<StateValue()> later) { scaler_ = std::move(later); }
+
+  // Takes the state of a fused optimizer and what it trains, without waiting for its steps.
+  void take(const FusedOptimizer& fused, const TrainedOptimizer& optimizer,
+            std::shared_ptr<saving::SnapshotMemory> memory);
+  // Takes weights, the copies of them that an optimizer updates (null: there are none), that optimizer (null: none)
+  // with its state_dict(), and gradients. REQUIRES: nothing runs but calls.
+  void take(const std::vector<TrainedModel>& models, CopySteps* copies, const TrainedOptimizer* optimizer,
+            const StateValue& state_dict);
 
   // Waits for what is in motion, and completes the rest. Not on the caller's thread. Throws the error of a step or a
   // call: there is no state to save then.
   void finish();
+  // Nothing is to be saved after all.
+  void cancel();
 
   // Complete after finish().
   const std::shared_ptr<Contents>& contents() const { return contents_; }
 
  private:
+  // What only this rank has; of a process that trains alone, the common state.
+  nlohmann::ordered_json& own() { return contents_->size() == 1 ? common_ : own_; }
+  nlohmann::ordered_json encoded(const TrainedOptimizer& optimizer);
   void take_shown_gradients();
-  nlohmann::ordered_json groups_of(const std::vector<std::vector<std::string>>& names,
-                                   const std::vector<StateValue>& options);
 
-  ModelNames names_;
-  const std::shared_ptr<Contents> contents_ = std::make_shared<Contents>();
-  nlohmann::ordered_json state_;
-  std::function<GradScaler::State()> scaler_;
-  GradScalerOptions scaler_options_;
+  const ModelNames names_;
+  const std::shared_ptr<Contents> contents_;
+  nlohmann::ordered_json common_ = nlohmann::ordered_json::object();
+  nlohmann::ordered_json own_ = nlohmann::ordered_json::object();
+  std::function<StateValue()> scaler_;
 };
-
-// The states of torch's default generators, and setting them. The check throws Error unless they are such.
-StateValue random_states();
-void check_random_states(const StateValue& states);
-void restore_random_states(const StateValue& states);
 
 }  // namespace roundpipe

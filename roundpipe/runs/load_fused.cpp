@@ -52,8 +52,14 @@ struct Converted {
 class FusedLoad {
  public:
   FusedLoad(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
-            const FusedTarget& target)
-      : stored_(stored), names_(names), places_(places), target_(target), core_(target.core), reads_(stored) {}
+            const FusedOptimizer& optimizer, bool is_shared)
+      : stored_(stored),
+        names_(names),
+        places_(places),
+        optimizer_(optimizer),
+        is_shared_(is_shared),
+        core_(*optimizer.core),
+        reads_(stored) {}
 
   void run() {
     for (size_t b = 0; b < core_.block_count(); ++b) {
@@ -91,11 +97,11 @@ class FusedLoad {
     const int group = core_.block(block).group(index);
     if (group < 0 || !is_stored) return;
     std::optional<ElementsOf> range;
-    if (target_.is_shared) {
+    if (is_shared_) {
       const optim::ElementRange shard = core_.block(block).shard(index);
       range = {shard.first, shard.last};
     }
-    place_moments(name, parameter, range, target_.options.at(static_cast<size_t>(group)),
+    place_moments(name, parameter, range, optimizer_.options.at(static_cast<size_t>(group)),
                   core_.block(block).state(index));
     const at::Tensor& remainder = core_.block(block).remainder(index);
     const char* saved_rest = nullptr;
@@ -120,11 +126,11 @@ class FusedLoad {
     const nlohmann::json* const counters = stored_.counters(name);
     const at::Tensor own = own_elements(parameter.detach(), range);
     if (counters == nullptr || (range && own.numel() == 0)) return;
-    state = optim::make_state(target_.algorithm, options, target_.moments, own);
+    state = optim::make_state(optimizer_.algorithm, options, optimizer_.moments, own);
     state.scalars = {counters->at("step").get<double>(), counters->at("mu_product").get<double>(),
                      counters->at("eta").get<double>(), counters->at("mu").get<double>()};
     const std::vector<std::string> moments =
-        optim::state_names(target_.algorithm, options, target_.moments, parameter.sizes());
+        optim::state_names(optimizer_.algorithm, options, optimizer_.moments, parameter.sizes());
     for (size_t i = 0; i < moments.size(); ++i)
       reads_.take(name, moments[i], state.tensors[i], parameter.detach(), range);
   }
@@ -132,7 +138,8 @@ class FusedLoad {
   const StoredCheckpoint& stored_;
   const ModelNames& names_;
   const WeightPlaces& places_;
-  const FusedTarget& target_;
+  const FusedOptimizer& optimizer_;
+  const bool is_shared_;
   runtime::ModelOptimizer& core_;
   StateReads reads_;
   StoredCheckpoint::Destinations destinations_;
@@ -144,8 +151,8 @@ class FusedLoad {
 }  // namespace
 
 void load_fused(const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
-                const FusedTarget& target) {
-  FusedLoad(stored, names, places, target).run();
+                const FusedOptimizer& optimizer, bool is_shared) {
+  FusedLoad(stored, names, places, optimizer, is_shared).run();
 }
 
 }  // namespace roundpipe

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <set>
 #include <stdexcept>
+
+#include <torch/version.h>
 
 #include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/checkpoint/manifest.h>
@@ -12,7 +15,9 @@
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/capture.h>
+#include <roundpipe/runs/model_parts.h>
 #include <roundpipe/runs/save_work.h>
+#include <roundpipe/runs/torch_optimizer.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -78,11 +83,78 @@ void note_save_of(const Model& model, const std::shared_ptr<SaveWork>& work) {
   last_saves().saves[model.shared_pipeline()] = work;
 }
 
-// `take` takes the state of the optimizer. `is_quiet`: all of the state may be read until this returns, not longer.
-Save save(const std::string& folder, Model& model, const SaveOptions& options, int64_t step, bool is_quiet,
-          const std::function<void(Capture&, const std::shared_ptr<saving::SnapshotMemory>&)>& take) {
+// A scaler's state, as torch's has it, and how it goes on.
+std::function<StateValue()> later_state(const GradScaler& scaler) {
+  return [later = scaler.later_state(), options = scaler.options()] {
+    const GradScaler::State scale = later();
+    const StateValue state = StateValue::dict({{"scale", scale.scale},
+                                               {"growth_factor", options.growth_factor},
+                                               {"backoff_factor", options.backoff_factor},
+                                               {"growth_interval", options.growth_interval},
+                                               {"_growth_tracker", scale.growth_tracker}});
+    const StateValue resume = StateValue::dict({{"front", scale.front}, {"updates_on_main", false}});
+    return StateValue::dict({{"state", state}, {"resume", resume}});
+  };
+}
+
+// What is saved beside the options; `fused` or, if it may be, `torch`, or none of them.
+struct Saved {
+  Optimizer* fused = nullptr;
+  torch::optim::Optimizer* torch = nullptr;
+  int64_t step = 0;
+};
+
+// Throws std::invalid_argument unless libtorch's optimizer steps parameters of the model, or all of its copies.
+void require_parameters(const TrainedOptimizer& optimizer, const ModelNames& names, const CopySteps* copies) {
+  std::set<const c10::TensorImpl*> own;
+  for (const auto& [name, parameter] : names.parameters) {
+    const at::Tensor stepped = copies == nullptr ? parameter : copies->copy_of(parameter);
+    if (stepped.defined()) own.insert(stepped.unsafeGetTensorImpl());
+  }
+  for (const TrainedOptimizer::Group& group : optimizer.groups) {
+    for (const at::Tensor& parameter : group.parameters) {
+      if (own.contains(parameter.unsafeGetTensorImpl())) continue;
+      throw std::invalid_argument(
+          concat("[save_checkpoint] the optimizer steps a tensor that is no parameter of the "
+                 "model, expected ",
+                 copies == nullptr ? "the model's own" : "its optimizer_parameters()",
+                 "; save other tensors as SaveOptions::state"));
+    }
+  }
+}
+
+std::shared_ptr<Capture> capture_of(Model& model, const SaveOptions& options, const Saved& saved,
+                                    const std::shared_ptr<saving::SnapshotMemory>& memory) {
+  const ModelNames names = names_of(model, options.leaves_out);
+  const std::vector<TrainedModel> models{parts_of(model)};
+  CapturedRun run{.step = saved.step,
+                  .steps = saved.fused == nullptr ? saved.step : saved.fused->steps(),
+                  .versions = {{"roundpipe", ROUNDPIPE_VERSION}, {"torch", TORCH_VERSION}}};
+  auto capture = std::make_shared<Capture>(names, models, std::move(run));
+  capture->contents()->files = options.files;
+  if (saved.fused != nullptr) capture->take_schedulers(schedules_of(*saved.fused));
+  std::vector<std::pair<std::string, GivenValue>> values;
+  for (const auto& [name, value] : options.state) values.emplace_back(name, GivenValue{value});
+  capture->take_values(values);
+  if (options.scaler != nullptr) capture->take_scaler(later_state(*options.scaler));
+  if (saved.fused != nullptr) {
+    capture->take(fused_of(*saved.fused), parts_of(*saved.fused, names), memory);
+    return capture;
+  }
+  CopySteps* const copies = model.copy_steps().get();
+  if (saved.torch == nullptr) {
+    capture->take(models, copies, nullptr, {});
+    return capture;
+  }
+  const TrainedOptimizer optimizer = parts_of(*saved.torch, "save_checkpoint");
+  require_parameters(optimizer, names, copies);
+  capture->take(models, copies, &optimizer, state_of(*saved.torch));
+  return capture;
+}
+
+Save save(const std::string& folder, Model& model, const SaveOptions& options, const Saved& saved) {
   const double began_ms = now_ms();
-  SaveWork::Settings settings{.step = step,
+  SaveWork::Settings settings{.step = saved.step,
                               .run = run_folder(folder, tell_user),
                               .overwrite = options.overwrite,
                               .keep_last = options.keep_last,
@@ -95,13 +167,11 @@ Save save(const std::string& folder, Model& model, const SaveOptions& options, i
       options.snapshot_memory_bytes
           ? *options.snapshot_memory_bytes
           : default_snapshot_bytes({model.shared_pipeline()}, model.core().memory().budget().host_bytes));
-  const auto capture = std::make_shared<Capture>(model, step, options.leaves_out);
-  capture->contents()->files = options.files;
-  capture->take_values(options.state);
-  if (options.scaler != nullptr) capture->take_scaler(*options.scaler);
-  take(*capture, memory);
-  const bool writes_here = is_quiet && !memory->try_take(capture->contents()->plain_bytes());
-  if (is_quiet && !writes_here) capture->contents()->copy_plain();
+  const std::shared_ptr<Capture> capture = capture_of(model, options, saved, memory);
+  // What no snapshot stands at may be read until this returns, not longer.
+  const bool is_plain = saved.fused == nullptr;
+  const bool writes_here = is_plain && !memory->try_take(capture->contents()->plain_bytes());
+  if (is_plain && !writes_here) capture->contents()->copy_plain();
   const auto work = std::make_shared<SaveWork>(std::move(settings), capture->contents(), memory);
   note_save_of(model, work);
   note_save(work->path(), work->over());
@@ -118,6 +188,12 @@ Save save(const std::string& folder, Model& model, const SaveOptions& options, i
   Save made(work);
   if (options.wait) made.wait();
   return made;
+}
+
+// Waits for all work but an asynchronous step's weights, which calls do not read yet.
+void finish_work(Model& model) {
+  if (const std::shared_ptr<CopySteps>& copies = model.copy_steps()) return copies->finish_update();
+  model.synchronize();
 }
 
 }  // namespace
@@ -139,50 +215,35 @@ void wait_for_save(const Model& model) {
 Save save_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const SaveOptions& options) {
   require_callers_thread();
   check(options);
-  if (model.fused_optimizer() != optimizer.core()) {
-    throw std::invalid_argument(
-        "[save_checkpoint] the optimizer was not made for this model, or another one was made since, expected the one "
-        "that steps it");
-  }
-  if (optimizer.core()->nodes()) {
-    throw std::invalid_argument(
-        "[save_checkpoint] the optimizer keeps a part of its state on each of several nodes, expected one node; save "
-        "and load such "
-        "checkpoints with the Python package");
-  }
-  return save(folder, model, options, options.step.value_or(optimizer.steps()), /*is_quiet=*/false,
-              [&](Capture& capture, const auto& memory) { capture.take(optimizer, memory); });
+  require_whole_optimizer("save_checkpoint", model, optimizer);
+  return save(folder, model, options, {.fused = &optimizer, .step = options.step.value_or(optimizer.steps())});
 }
 
 Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
                      const SaveOptions& options) {
   require_callers_thread();
   check(options);
-  model.require_no_functions("save_checkpoint");
   if (model.fused_optimizer()) {
     throw std::invalid_argument(
         "[save_checkpoint] a roundpipe::Optimizer was made for this model and steps it, expected that one; its state "
         "belongs to the training");
   }
   const int64_t step = step_of(options);
-  model.synchronize();
-  return save(folder, model, options, step, /*is_quiet=*/true,
-              [&](Capture& capture, const auto& /*memory*/) { capture.take(optimizer); });
+  finish_work(model);
+  return save(folder, model, options, {.torch = &optimizer, .step = step});
 }
 
 Save save_checkpoint(const std::string& folder, Model& model, const SaveOptions& options) {
   require_callers_thread();
   check(options);
-  model.require_no_functions("save_checkpoint");
   if (model.fused_optimizer()) {
     throw std::invalid_argument(
         "[save_checkpoint] the model has a roundpipe::Optimizer and none was given, expected it as the third argument, "
         "since its state belongs to the training");
   }
   const int64_t step = step_of(options);
-  model.synchronize();
-  return save(folder, model, options, step, /*is_quiet=*/true,
-              [](Capture& capture, const auto& /*memory*/) { capture.take_weights(); });
+  finish_work(model);
+  return save(folder, model, options, {.step = step});
 }
 
 }  // namespace roundpipe

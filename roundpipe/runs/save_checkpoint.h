@@ -73,8 +73,9 @@ class Save {
 //
 // With an Optimizer, nothing waits for the step under way. A block that is not written yet when the next step updates
 // it is copied first, within the memory for that; when that is used up, updates wait for the disk. With an optimizer of
-// libtorch (Adam, AdamW, SGD, Adagrad, RMSprop), all work is waited for; a state that does not fit into that memory is
-// written before the call returns. An earlier save of the model that is under way is waited for.
+// libtorch (Adam, AdamW, SGD, Adagrad, RMSprop), over the model's parameters or its optimizer_parameters(), all work is
+// waited for; a state that does not fit into that memory is written before the call returns. An earlier save of the
+// model that is under way is waited for.
 //
 // If a save fails and nobody waits for it, the user is told and training goes on.
 // Throws std::invalid_argument for an option, an optimizer or a value that does not fit, with nothing written; Error if

@@ -8,18 +8,13 @@
 
 namespace roundpipe {
 
-namespace {
-
-// At most four names, and how many more there are.
-std::string some(const std::vector<std::string>& names) {
+std::string some_names(const std::vector<std::string>& names) {
   if (names.empty()) return "nothing";
   std::string shown;
   for (size_t i = 0; i < std::min<size_t>(names.size(), 4); ++i)
     shown += concat(i == 0 ? "" : ", ", "'", names[i], "'");
   return names.size() > 4 ? concat(shown, " and ", names.size() - 4, " more") : shown;
 }
-
-}  // namespace
 
 WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& names) : stored_(stored) {
   for (const NamedParameters* const tensors : {&names.buffers, &names.parameters})
@@ -50,8 +45,8 @@ WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& nam
 void WeightPlaces::check(const ModelNames& names, bool strict) const {
   if (strict && (!missing_.empty() || !unexpected_.empty())) {
     stored_.require_whole({kWeights, kBuffers});
-    throw std::invalid_argument(concat("[load_checkpoint] ", stored_.folder(), " lacks ", some(missing_),
-                                       " of the model and has ", some(unexpected_),
+    throw std::invalid_argument(concat("[load_checkpoint] ", stored_.folder(), " lacks ", some_names(missing_),
+                                       " of the model and has ", some_names(unexpected_),
                                        " that the model lacks, expected a checkpoint of this model; give strict=False "
                                        "to load what fits"));
   }

@@ -5,10 +5,13 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/runs/capture.h>
+#include <roundpipe/runs/model_names.h>
 #include <roundpipe/saving/stored_checkpoint.h>
 
 namespace roundpipe {
+
+// At most four names, and how many more there are.
+std::string some_names(const std::vector<std::string>& names);
 
 // The parameters and buffers that both a checkpoint and a model have. Both outlive this. Thread safety: one thread.
 class WeightPlaces {

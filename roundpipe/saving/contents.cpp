@@ -73,10 +73,9 @@ void Contents::copy_plain() {
   }
 }
 
-void Contents::set_states(const ordered_json& common, const ordered_json& own, bool compact) {
-  const auto text = [&](const ordered_json& state) {
-    return compact ? checkpoint::print_json(state, "save_checkpoint", /*one_line=*/true)
-                   : checkpoint::print_json_as_python(state, "save_checkpoint");
+void Contents::set_states(const ordered_json& common, const ordered_json& own) {
+  const auto text = [](const ordered_json& state) {
+    return checkpoint::print_json_as_python(state, "save_checkpoint");
   };
   versions_ = common.at("versions").get<std::map<std::string, std::string>>();
   common_.text = text(common);

@@ -30,6 +30,9 @@ inline constexpr const char* kIndexFile = "model.safetensors.index.json";
 // Names of the part of an fp32 master that a bf16 weight lacks, and of the master of an fp16 weight.
 inline constexpr const char* kMasterRemainder = "master_remainder";
 inline constexpr const char* kMaster = "master";
+// Names of the copy of a parameter that an optimizer of torch updates, and of its gradient.
+inline constexpr const char* kCopy = "copy";
+inline constexpr const char* kCopyGradient = "copy_grad";
 // The format of the state of torch's optimizers.
 inline constexpr const char* kMomentsOfTorch = "torch";
 inline constexpr int64_t kShard_bytes = 5'000'000'000;
@@ -72,8 +75,8 @@ class Contents {
   StateEncoder& encoder() { return common_.encoder; }
   StateEncoder& own_encoder() { return size_ == 1 ? common_.encoder : own_.encoder; }
   // What state.json has and, of several ranks, what this one's has. Called once all values are encoded. The texts are
-  // as Python's json module prints them or, if `compact`, without its spaces.
-  void set_states(const nlohmann::ordered_json& common, const nlohmann::ordered_json& own, bool compact = false);
+  // as Python's json module prints them.
+  void set_states(const nlohmann::ordered_json& common, const nlohmann::ordered_json& own);
 
   // Small files of the first rank, by name.
   std::map<std::string, std::string> files;

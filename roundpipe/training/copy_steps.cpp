@@ -58,6 +58,13 @@ void CopySteps::set_copies(TrainedParameters::Named named, std::vector<at::Tenso
   trained_ = TrainedParameters(std::move(named));
 }
 
+at::Tensor CopySteps::copy_of(const at::Tensor& parameter) const {
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    if (sources_[i].is_same(parameter)) return copies_[i];
+  }
+  return {};
+}
+
 std::vector<uint32_t> CopySteps::copy_versions() const {
   std::vector<uint32_t> versions;
   for (const at::Tensor& copy : copies_) versions.push_back(version_of(copy));

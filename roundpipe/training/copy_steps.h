@@ -82,6 +82,8 @@ class CopySteps : public std::enable_shared_from_this<CopySteps> {
   bool has_landed_gradients() const;
 
   // -- for checkpoints --
+  // The copy of a model's parameter; undefined if there is none.
+  at::Tensor copy_of(const at::Tensor& parameter) const;
   // Whether the copies hold a step that calls do not read yet. REQUIRES: no step function is running.
   bool unpublished() const { return unpublished_; }
   // Takes parameters and copies as they have been loaded. `unpublished`: calls read the parameters until the next step.

@@ -10,7 +10,6 @@ import torch
 
 from roundpipe import _core
 from roundpipe.files import new_folder
-from roundpipe.saving.capture import BUFFERS, OPTIMIZER, WEIGHTS
 from roundpipe.saving.stored import StoredCheckpoint
 
 _HUGGING_FACE = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
@@ -46,17 +45,17 @@ def to_dcp(source: Path, out: Path) -> None:
 
     stored = _newest(source)
     values: dict[str, dict[str, torch.Tensor]] = {}
-    for section in (WEIGHTS, BUFFERS):
+    for section in ("model", "buffers"):
         entries = stored.tensors.get(section, {})
         values[section] = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in entries.items()}
-    model = {**values[BUFFERS], **values[WEIGHTS]}
+    model = {**values["buffers"], **values["model"]}
     reads = _core.StateReads(stored.core)
     kept: dict[tuple[str, str], torch.Tensor] = {}
     for key in stored.core.optimizer_keys:
         name, kind = key.rsplit("/", 1)
         kept[name, kind] = reads.whole(name, kind, stored.core.shape(name))
     wanted = {section: list(tensors.items()) for section, tensors in values.items()}
-    stored.core.read({**wanted, OPTIMIZER: reads.whole_tensors})
+    stored.core.read({**wanted, "optimizer": reads.whole_tensors})
     reads.read()
     state: dict[str, dict[str, Any]] = {}
     for (name, kind), value in kept.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,16 +13,14 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.device.pool import devices
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving.capture import arithmetic_of, chunk_logit_bytes, optimizer_kind
-from roundpipe.saving.names import ModelNames, names_of
-from roundpipe.saving.own_state import OwnState
+from roundpipe.saving.names import names_of
+from roundpipe.saving.parts import fused_of, models_of, optimizer_of, require_own_optimizer
 from roundpipe.saving.prepared import Prepared, prepared
+from roundpipe.saving.random_states import derive_random_states, derived_seed, restore_random_states
 from roundpipe.saving.ranks import ranks_of_call
-from roundpipe.saving.stored import StoredCheckpoint
-from roundpipe.saving.torch_state import load_torch
+from roundpipe.saving.stored import as_damage
 from roundpipe.step.fused_optimizer import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
 from roundpipe.step.scaler import GradScaler
@@ -94,13 +93,12 @@ def load_checkpoint(
     requests: list[_Request] = []
 
     def find() -> None:
-        kind = None if weights_only else optimizer_kind(facade, optimizer)
+        if not weights_only:
+            require_own_optimizer(facade, optimizer)
         if weights_only and (lr_scheduler is not None or scaler is not None or state):
             raise ValueError("[load_checkpoint] weights_only=True loads nothing but weights, expected no other objects")
         schedulers = as_schedulers(lr_scheduler)
-        requests.append(
-            _Request(facade, optimizer, kind, schedulers, scaler, dict(state or {}), strict, weights_only, ranks)
-        )
+        requests.append(_Request(facade, optimizer, schedulers, scaler, dict(state or {}), strict, weights_only, ranks))
         _core.wait_for_saves(os.fspath(folder))
 
     ranks.agree(find)
@@ -140,7 +138,6 @@ def _next(fall_back: _core.FallBack | None, folder: str | os.PathLike[str]) -> s
 class _Request:
     model: ModelFacade
     optimizer: Any
-    kind: str | None
     schedulers: Sequence[Any]
     scaler: GradScaler | None
     objects: dict[str, Any]
@@ -149,87 +146,69 @@ class _Request:
     ranks: Ranks
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """`own` and `values` are those of a whole training; None for weights alone."""
-
-    stored: StoredCheckpoint
-    names: ModelNames
-    places: _core.WeightPlaces
-    own: OwnState | None
-    values: Prepared | None
-
-
 def _load_together(path: Path, request: _Request) -> Loaded:
     """Opens a checkpoint, and loads it if it fits on every rank."""
-    opened: list[_Opened] = []
+    opened: list[tuple[_core.TrainingLoad, Prepared | None]] = []
     loaded: list[Loaded] = []
     request.ranks.agree(lambda: opened.append(_open(path, request)))
-    request.ranks.agree(lambda: loaded.append(_load(opened[0], request)))
+    request.ranks.agree(lambda: loaded.append(_load(path, *opened[0], request)))
     return loaded[0]
 
 
-def _open(path: Path, request: _Request) -> _Opened:
-    group = request.model._step_group
+def _open(path: Path, request: _Request) -> tuple[_core.TrainingLoad, Prepared | None]:
+    group, optimizer = request.model._step_group, request.optimizer
     # First: what earlier work raises says nothing about the checkpoint.
     group.synchronize()
     if group.save is not None:
         group.save.wait_over()
-    stored = StoredCheckpoint(path, request.weights_only)
-    names = names_of(request.model)
-    core_names = names.core()
-    places = _core.WeightPlaces(stored.core, core_names)
+    scaler = request.scaler
+    load = _core.TrainingLoad(
+        str(path),
+        names_of(request.model),
+        models_of(request.model, auto_is_open=True),
+        group.models.all_pipelines(),
+        None
+        if optimizer is None or request.weights_only
+        else optimizer_of(request.model, optimizer, with_options=False),
+        is_fused=isinstance(group, FusedSteps),
+        schedules=len(request.schedulers),
+        has_scaler=scaler is not None,
+        scales=scaler is not None and scaler.is_enabled(),
+        takers=list(request.objects),
+        rank=request.ranks.rank,
+        size=request.ranks.size,
+        strict=request.strict,
+        weights_only=request.weights_only,
+    )
     if request.weights_only:
-        places.check(core_names, request.strict)
-        return _Opened(stored, names, places, None, None)
-    with stored.as_damage():
-        own = OwnState(stored, request.ranks.rank, request.ranks.size)
-        places.check(core_names, request.strict)
-        _check(stored, request, own)
-        # Everything that may not fit is read before anything is changed.
-        values = prepared(stored, own, names, request.optimizer, request.schedulers, request.scaler)
-    return _Opened(stored, names, places, own, values)
+        return load, None
+    # Everything that may not fit is read before anything is changed.
+    with as_damage(path):
+        return load, prepared(load, optimizer, request.schedulers)
 
 
-def _load(opened: _Opened, request: _Request) -> Loaded:
-    stored, own, values, names, places = opened.stored, opened.own, opened.values, opened.names, opened.places
-    model, group, ranks = request.model, request.model._step_group, request.ranks
-    if own is None or values is None:
-        places.load()
-        stored.core.verify_rest(ranks.rank, ranks.size)
-        if isinstance(group, FusedSteps):
-            for parameter in names.parameters.values():
-                if group.binding.trains(parameter):
-                    group.binding.restart_master(parameter)
-            group.binding.accept_weights()
-        return Loaded(stored.manifest.step, stored.folder, {}, tuple(places.missing), tuple(places.unexpected))
+def _load(path: Path, load: _core.TrainingLoad, values: Prepared | None, request: _Request) -> Loaded:
+    group, optimizer = request.model._step_group, request.optimizer
+    missing, unexpected = tuple(load.missing), tuple(load.unexpected)
+    if values is None:
+        load.load_weights(group.binding if isinstance(group, FusedSteps) else None)
+        return Loaded(load.step, path, {}, missing, unexpected)
     if isinstance(group, FusedSteps):
-        optimizer = request.optimizer
         for ours, options in zip(optimizer.param_groups, values.groups, strict=True):
             ours.update(options)
-        _core.load_fused(
-            stored.core,
-            names.core(),
-            places,
-            group.binding,
-            optimizer.algorithm,
-            optimizer.core_format,
-            optimizer.core_groups(),
-            is_shared=ranks.size > 1,
-        )
+        load.load_fused(fused_of(optimizer))
     else:
         assert isinstance(group, TorchSteps)
-        load_torch(stored, names, places, group, request.optimizer, values)
-    _load_own_buffers(stored, own, names)
-    _load_gradients(stored, own, names, model)
-    stored.core.verify_rest(ranks.rank, ranks.size)
-    _load_run(stored, own, model)
+        load.load_copies(group.core)
+        if optimizer is not None:
+            _load_optimizer(optimizer, values)
+    _load_rest(load, request.model, request.ranks.rank)
     for scheduler, value in zip(request.schedulers, values.schedules, strict=True):
         try:
             scheduler.load_state_dict(value)
         except Exception as error:
             raise _core.RoundPipeError(
-                f"[load_checkpoint] {type(scheduler).__name__} cannot take its state in {stored.folder} "
+                f"[load_checkpoint] {type(scheduler).__name__} cannot take its state in {path} "
                 f"({type(error).__name__}: {error}), expected the state of a scheduler made like it; the model and the "
                 "optimizer have been loaded"
             ) from error
@@ -239,117 +218,50 @@ def _load(opened: _Opened, request: _Request) -> Loaded:
     for name, taker in request.objects.items():
         if name in values.state:
             taker.load_state_dict(values.state[name])
-    own.restore_random_states(values.random)
-    return Loaded(stored.manifest.step, stored.folder, values.state, tuple(places.missing), tuple(places.unexpected))
-
-
-def _check(stored: StoredCheckpoint, request: _Request, own: OwnState) -> None:
-    """Raises ValueError for a training that does not fit, before anything is changed."""
-    saved = stored.state.get("optimizer")
-    ours = request.optimizer
-    if (saved is None) != (ours is None):
-        have, give = ("no optimizer", "none") if saved is None else (saved["class"], "the one that steps the model")
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} has {have}, expected {give} as the third argument; or give "
-            "weights_only=True to start anew from its weights"
+    if load.has_random_states:
+        load.restore_random_states()
+        restore_random_states(values.random)
+    else:
+        derive_random_states(values.random, request.ranks.rank)
+        ranks = "1 rank" if load.nodes == 1 else f"{load.nodes} ranks"
+        print(
+            f"[load_checkpoint] {path} was saved by {ranks}; rank {request.ranks.rank} has random states that are "
+            "derived from those of rank 0",
+            file=sys.stderr,
         )
-    if saved is not None:
-        moments = ours.format_name if request.kind == "fused" else "torch"
-        if (saved["class"], saved["moments"]) != (type(ours).__name__, moments):
-            raise ValueError(
-                f"[load_checkpoint] {stored.folder} has the state of {saved['class']} with moments "
-                f"{saved['moments']!r}, expected {type(ours).__name__} with {moments!r}; make the optimizer as it was, "
-                "or give weights_only=True"
-            )
-    kept = len(stored.state.get("lr_schedulers", []))
-    if kept != len(request.schedulers):
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} has {kept} learning-rate schedulers and {len(request.schedulers)} were "
-            "given, expected as many"
-        )
-    if ("scaler" in stored.state) != (request.scaler is not None):
-        has = "a scaler" if "scaler" in stored.state else "no scaler"
-        raise ValueError(f"[load_checkpoint] {stored.folder} has {has}, expected scaler= to be given as at the save")
-    own.check(request.strict)
-    absent = [name for name in request.objects if name not in own.values and name not in own.differing]
-    if absent:
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} has no state {_some(absent)}, expected names of its own: "
-            f"{_some(list(own.values))}"
-        )
+    return Loaded(load.step, path, values.state, missing, unexpected)
 
 
-def _some(names: Sequence[str]) -> str:
-    """At most four names, and how many more there are."""
-    shown = ", ".join(f"'{name}'" for name in names[:4]) or "nothing"
-    return f"{shown} and {len(names) - 4} more" if len(names) > 4 else shown
+def _load_optimizer(optimizer: torch.optim.Optimizer, values: Prepared) -> None:
+    """Gives torch's optimizer its options and its state."""
+    groups, index = [], 0
+    for options, saved in zip(optimizer.param_groups, values.groups, strict=True):
+        options.update(saved)
+        packed = {key: value for key, value in options.items() if key != "params"}
+        packed["params"] = list(range(index, index + len(options["params"])))
+        index += len(options["params"])
+        groups.append(packed)
+    optimizer.load_state_dict({"state": values.optimizer, "param_groups": groups})
 
 
-def _load_own_buffers(stored: StoredCheckpoint, own: OwnState, names: ModelNames) -> None:
-    """Loads the buffers that this rank had with other values than the first one."""
-    buffers = {names.file_name(name): buffer for name, buffer in names.buffers.items()}
-    stored.read_files((entry.file, name, buffers[name]) for name, entry in own.buffers.items() if name in buffers)
-
-
-def _load_gradients(stored: StoredCheckpoint, own: OwnState, names: ModelNames, model: ModelFacade) -> None:
-    """Replaces the gradients that no step has consumed by the checkpoint's."""
-    values = {name: torch.empty(entry.shape, dtype=entry.torch_dtype) for name, entry in own.gradients.items()}
-    stored.read_files((entry.file, name, values[name]) for name, entry in own.gradients.items())
-    by_id = names.by_id()
-    for pipeline in model._step_group.models.all_pipelines():
-        blocks = pipeline.block_parameters()
-        pipeline.load_gradients([[values.get(by_id[id(parameter)]) for parameter in block] for block in blocks])
-    for name, parameter in model._step_group.models.host_parameters.items():
-        if model._step_group.models.host_pipeline is None:
-            parameter.grad = values.get(name)
-
-
-def _load_run(stored: StoredCheckpoint, own: OwnState, model: ModelFacade) -> None:
-    """Restores counters and seeds, and the number of microbatches, which belongs to the bits."""
+def _load_rest(load: _core.TrainingLoad, model: ModelFacade, rank: int) -> None:
+    """Loads what is left in files, counters and seeds, and the number of microbatches, which belongs to the bits."""
     group = model._step_group
-    group.steps = stored.state["steps"]
-    added_in_fp16 = stored.state.get("fp16_accumulation", False)
-    if changed := _core.changed_fp16_accumulation(added_in_fp16, devices().fp16_accumulation):
-        print(changed, file=sys.stderr)
+    models, lines = load.load_rest()
+    for line in lines:
+        print(line, file=sys.stderr)
+    group.steps = load.steps
     if group.joint is not None:
-        group.joint.counts.load(own.loss_counts)
-    for path, pipe in group.models.pipes():
-        saved = own.pipelines.get(path)
-        if saved is None:
-            continue
-        pipe._pipeline.calls = saved["calls"]
-        pipe._pipeline.random_seed = own.seed(path)
+        group.joint.counts.load(json.loads(load.loss_counts()))
+    for (_, pipe), loaded in zip(group.models.pipes(), models, strict=True):
         attributes = object.__getattribute__(pipe, "__dict__")
-        _keep_chunks(pipe, saved)
-        _say_changed_arithmetic(pipe, saved)
-        before, number = attributes["_run_config"].num_microbatch, saved["num_microbatch"]
-        if number is None or before == number:
+        if loaded.seed_is_another_s:
+            pipe._pipeline.random_seed = derived_seed(pipe._pipeline.random_seed.to_bytes(8, "little"), rank)
+        if loaded.chunk_logit_bytes is not None:
+            attributes["_language_model"].keep_chunk_logit_bytes(loaded.chunk_logit_bytes)
+        if loaded.microbatches is None:
             continue
-        if before == "auto":
-            attributes["_auto_microbatches"] = number
-            continue
-        attributes["_run_config"] = replace(attributes["_run_config"], num_microbatch=number)
-        if (len(devices()) + 1 if before is None else before) != number:
-            print(
-                f"[load_checkpoint] num_microbatch of {attributes['_name']} is {number}, as in the checkpoint, so that "
-                "results stay the same",
-                file=sys.stderr,
-            )
-
-
-def _say_changed_arithmetic(pipe: Any, saved: Mapping[str, Any]) -> None:
-    own = arithmetic_of(pipe)
-    said = None if own is None else _core.changed_arithmetic(saved.get("arithmetic"), own, pipe._name)
-    if said:
-        print(said, file=sys.stderr)
-
-
-def _keep_chunks(pipe: Any, saved: Mapping[str, Any]) -> None:
-    """Losses go on in chunks of the size that they had."""
-    name = "chunk_logit_bytes"
-    kept = _core.kept_chunks(name in saved, saved.get(name), chunk_logit_bytes(pipe), pipe._name)
-    if kept is None:
-        return
-    number, notice = kept
-    pipe._language_model.keep_chunk_logit_bytes(number)
-    print(notice, file=sys.stderr)
+        if attributes["_run_config"].num_microbatch == "auto":
+            attributes["_auto_microbatches"] = loaded.microbatches
+        else:
+            attributes["_run_config"] = replace(attributes["_run_config"], num_microbatch=loaded.microbatches)

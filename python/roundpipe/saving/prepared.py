@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside tensors of the model, decoded and compared with what takes it, before it is given."""
+"""What a checkpoint holds for Python's objects, compared with what takes it, before it is given."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 
 import torch
 
-from roundpipe.saving.names import ModelNames
-from roundpipe.saving.own_state import OwnState
+from roundpipe import _core
 from roundpipe.saving.random_states import check_random_states
-from roundpipe.saving.stored import StoredCheckpoint
 from roundpipe.step.fused_optimizer import BoundOptimizer
-from roundpipe.step.scaler import GradScaler
 
 
 @dataclass(frozen=True)
@@ -37,62 +34,27 @@ class Prepared:
     random: dict[str, Any]
 
 
-def prepared(
-    stored: StoredCheckpoint,
-    own: OwnState,
-    names: ModelNames,
-    optimizer: Any,
-    schedulers: Sequence[Any],
-    scaler: GradScaler | None,
-) -> Prepared:
-    """Decodes all of it.
+def prepared(load: _core.TrainingLoad, optimizer: Any, schedulers: Sequence[Any]) -> Prepared:
+    """Reads all of it.
 
     Raises:
-        ValueError: it is of an optimizer with other groups, or of a scaler that was disabled.
-        Exception: a value is not of the kind that its taker has; anything, with `StoredCheckpoint.as_damage` around.
+        Exception: a value is not of the kind that its taker has; anything, with `as_damage` around.
     """
-    state = stored.state
-    groups = [] if optimizer is None else _groups(stored, names, optimizer)
-    of_torch: dict[Any, Any] = {}
-    if optimizer is not None and "state_dict" in state["optimizer"]:
-        of_torch = stored.value("optimizer", "state_dict", path="optimizer")
-    saved = state.get("lr_schedulers", [])
-    schedules = [
-        stored.value("lr_schedulers", i, next(iter(each)), path=f"lr_schedulers[{i}]") for i, each in enumerate(saved)
-    ]
+    groups = [] if optimizer is None else _groups(load, optimizer)
+    of_torch = None if optimizer is None else load.optimizer_state()
+    schedules = [load.schedule(index) for index in range(len(schedulers))]
     for scheduler, value in zip(schedulers, schedules, strict=True):
         _require_alike(_present(value, "lr_schedulers"), scheduler.state_dict(), "lr_schedulers")
-    of_scaler = {} if scaler is None else stored.value("scaler", path="scaler")
-    if scaler is not None and scaler.is_enabled() and not of_scaler["state"]:
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} was saved with a scaler that was disabled, expected a disabled one; "
-            "make it with enabled=False"
-        )
-    random = own.random_states()
+    random = load.random()
     check_random_states(random)
-    return Prepared(groups, of_torch, schedules, of_scaler, {name: own.value(name) for name in own.values}, random)
+    return Prepared(groups, of_torch or {}, schedules, load.scaler() or {}, load.values(), random)
 
 
-def _groups(stored: StoredCheckpoint, names: ModelNames, optimizer: Any) -> list[dict[str, Any]]:
-    saved = stored.state["optimizer"]["param_groups"]
-    if len(saved) != len(optimizer.param_groups):
-        raise ValueError(
-            f"[load_checkpoint] {stored.folder} has an optimizer of {len(saved)} groups, expected "
-            f"{len(optimizer.param_groups)}; make the optimizer as it was"
-        )
-    by_id = names.by_id()
+def _groups(load: _core.TrainingLoad, optimizer: Any) -> list[dict[str, Any]]:
     options = []
-    for index, (group, ours) in enumerate(zip(saved, optimizer.param_groups, strict=True)):
-        here = [by_id.get(id(parameter)) for parameter in ours["params"]]
-        if len(here) != len(group["params"]) or any(
-            a != b for a, b in zip(here, group["params"], strict=True) if a is not None and b is not None
-        ):
-            raise ValueError(
-                f"[load_checkpoint] group {index} of the optimizer in {stored.folder} has other parameters than this "
-                "one, expected the same in the same order; make the optimizer as it was"
-            )
+    for index, ours in enumerate(optimizer.param_groups):
         path = f"optimizer.param_groups[{index}]"
-        options.append(stored.value("optimizer", "param_groups", index, "options", path=path))
+        options.append(load.group_options(index))
         _require_alike(_present(options[-1], path), ours, path)
         if isinstance(optimizer, BoundOptimizer):
             optimizer.hyperparameters(ours | options[-1])

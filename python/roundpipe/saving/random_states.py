@@ -1,4 +1,4 @@
-"""The states of the process's random number generators: torch's, its devices', Python's and NumPy's."""
+"""The states of Python's and NumPy's random number generators, which the engine keeps beside torch's."""
 
 from __future__ import annotations
 
@@ -10,54 +10,33 @@ from typing import Any
 import torch
 
 
-def _device_module() -> Any:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return None
-    module = torch.get_device_module(accelerator)
-    return module if hasattr(module, "get_rng_state_all") else None
-
-
-def random_states() -> dict[str, Any]:
-    """Returns the states, as `Encoder.encode` takes them. NumPy's only if the process uses NumPy."""
-    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+def random_states_of_python() -> dict[str, Any]:
+    """Returns the states, NumPy's only if the process uses NumPy."""
+    states: dict[str, Any] = {"python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         states["numpy"] = numpy.random.get_state()
-    module = _device_module()
-    if module is not None:
-        states["devices"] = module.get_rng_state_all()
     return states
 
 
 def check_random_states(states: dict[str, Any]) -> None:
     """Raises whatever generators raise that cannot take these states. No generator in use is changed."""
-    torch.Generator().set_state(states["torch"])
     if "python" in states:
         random.Random().setstate(states["python"])
     if "numpy" in states:
         import numpy
 
         numpy.random.RandomState().set_state(states["numpy"])
-    for state in states.get("devices", []):
-        if not isinstance(state, torch.Tensor) or state.dtype != torch.uint8:
-            raise TypeError("random.devices holds something that is no state of a generator")
 
 
 def restore_random_states(states: dict[str, Any]) -> None:
-    """Restores what `random_states` has returned. Devices that are not there now are left out, and so are generators
-    that a program in C++ did not have."""
-    torch.set_rng_state(states["torch"])
+    """Restores the states. Generators that a program in C++ did not have are left out."""
     if "python" in states:
         random.setstate(states["python"])
     if "numpy" in states:
         import numpy
 
         numpy.random.set_state(states["numpy"])
-    module = _device_module()
-    if module is not None and "devices" in states:
-        for index, state in enumerate(states["devices"][: module.device_count()]):
-            module.set_rng_state(state, index)
 
 
 def derived_seed(of: bytes, rank: int) -> int:

@@ -14,8 +14,8 @@ import torch
 from roundpipe import _core
 from roundpipe.memory.budget import budget_of
 from roundpipe.model.facade import ModelFacade, facade_in
-from roundpipe.saving import capture as captured
-from roundpipe.saving.capture import Capture
+from roundpipe.saving.capture import capture_of
+from roundpipe.saving.parts import require_own_optimizer
 from roundpipe.saving.ranks import ranks_of_call, ranks_of_saves
 from roundpipe.step.fused_optimizer import as_schedulers
 from roundpipe.step.fused_steps import FusedSteps
@@ -138,11 +138,11 @@ def save_checkpoint(
         raise ValueError(f"[save_checkpoint] model is a {type(model).__name__}, expected one in the pipeline; wrap it")
     group = facade._step_group
     ranks = ranks_of_call(facade, "saves")
-    taken: list[tuple[Capture, _core.SnapshotMemory]] = []
+    taken: list[tuple[_core.Capture, _core.SnapshotMemory]] = []
     path = os.fspath(folder)
 
     def take() -> tuple[int, dict[str, int]]:
-        kind = captured.optimizer_kind(facade, optimizer)
+        require_own_optimizer(facade, optimizer)
         number = group.steps if step is None else step
         _check(number, keep_last, keep_every, scaler)
         schedulers = as_schedulers(lr_scheduler)
@@ -150,34 +150,34 @@ def save_checkpoint(
         if ranks.rank == 0:
             _core.run_folder(path)
         _finish_earlier(group)
-        if kind != "fused":
+        if not isinstance(group, FusedSteps):
             group.finish_update()
         memory = _core.SnapshotMemory(_default_memory(facade) if limit is None else limit)
-        capture = captured.begin(facade, number, ranks)
+        capture = capture_of(
+            facade,
+            optimizer,
+            number,
+            ranks,
+            schedulers=schedulers,
+            objects=dict(state or {}),
+            scaler=scaler,
+            memory=memory,
+        )
         taken.append((capture, memory))
-        if schedulers:
-            capture.take_schedulers(schedulers)
-        capture.take_objects(dict(state or {}))
-        if scaler is not None:
-            capture.take_scaler(scaler)
-        if isinstance(group, FusedSteps):
-            capture.take_fused(group, optimizer, memory)
-        else:
-            capture.take_torch(group, optimizer)
-        return number, capture.contents.buffer_fingerprints() if ranks.size > 1 else {}
+        return number, capture.buffer_fingerprints() if ranks.size > 1 else {}
 
     try:
         told = ranks.agree(take)
         capture, memory = taken[0]
         if ranks.rank > 0:
-            capture.contents.leave_out_buffers(told[0][1])
+            capture.leave_out_buffers(told[0][1])
         numbers = [number for number, _ in told]
         if len(set(numbers)) > 1:
             raise ValueError(f"[save_checkpoint] the ranks save as steps {numbers}, expected the same step on all")
         work = _core.SaveWork(
             _core.real_path(path),
             _core.run_folder(path) if ranks.rank == 0 else None,
-            capture.contents,
+            capture,
             memory,
             step=numbers[0],
             overwrite=overwrite,
@@ -188,18 +188,17 @@ def save_checkpoint(
         )
         save = Save(work)
         if not isinstance(group, FusedSteps):
-            if memory.try_take(capture.contents.plain_bytes()):
-                capture.contents.copy_plain()
+            if memory.try_take(capture.plain_bytes()):
+                capture.copy_plain()
             else:
                 group.keep_for(save)
         group.save = save
-        work.start(capture.finish, time.perf_counter() - began)
+        work.start(capture, time.perf_counter() - began)
         # A process that ends waits for its threads, before the engine and torch.distributed end.
         threading.Thread(target=work.wait_over, name="roundpipe-save", daemon=False).start()
     except BaseException:
         for capture, _ in taken:
-            if capture.snapshot is not None:
-                capture.snapshot.cancel()
+            capture.cancel()
         raise
     if wait:
         save.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,21 @@ class State:
         """Decodes what lies under these names of `values` and numbers in lists. `path` names it in messages."""
         return self._core.value(list(keys), path, self._rank)
 
-    def fingerprint(self, *keys: str | int) -> int:
-        """The same for the same values, in the states of any ranks."""
-        return self._core.fingerprint(list(keys), self._rank)
+
+@contextmanager
+def as_damage(folder: Path) -> Iterator[None]:
+    """Turns what values of the states make Python raise into the error of a damaged checkpoint. What the caller has
+    given wrong is a ValueError whose message begins with a place in brackets."""
+    try:
+        yield
+    except _OF_VALUES as error:
+        if isinstance(error, (_core.RoundPipeError, torch.OutOfMemoryError)) or str(error).startswith("["):
+            raise
+        first = (str(error).splitlines() or [""])[0]
+        raise _core.DamagedCheckpointError(
+            f"[load_checkpoint] {folder / STATE_FILE} has a value that cannot be used "
+            f"({type(error).__name__}: {first}); it is damaged, use another checkpoint"
+        ) from error
 
 
 class StoredCheckpoint:
@@ -48,7 +60,6 @@ class StoredCheckpoint:
 
     Args:
         folder: its folder.
-        weights_only: look only at weights, buffers and what belongs to them.
 
     Attributes:
         core: the engine's.
@@ -64,33 +75,16 @@ class StoredCheckpoint:
         DamagedCheckpointError: it is incomplete or damaged. So do all methods that read.
     """
 
-    def __init__(self, folder: Path, weights_only: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.core = core = _core.StoredCheckpoint(str(folder), weights_only)
+        self.core = core = _core.StoredCheckpoint(str(folder))
         self.manifest = core.manifest
         self.nodes = self.manifest.nodes
         self.tensors = core.sections()
-        self.ranks: list[State] = []
-        with self.as_damage():
+        with as_damage(folder):
             self._whole = State(core)
             self.state = self._whole.values
-            if not weights_only:
-                self.ranks = [self._whole] if self.nodes == 1 else [State(core, rank) for rank in range(self.nodes)]
-
-    @contextmanager
-    def as_damage(self) -> Iterator[None]:
-        """Turns what values of the states make Python raise into the error of a damaged checkpoint. What the caller
-        has given wrong is a ValueError whose message begins with a place in brackets."""
-        try:
-            yield
-        except _OF_VALUES as error:
-            if isinstance(error, (_core.RoundPipeError, torch.OutOfMemoryError)) or str(error).startswith("["):
-                raise
-            first = (str(error).splitlines() or [""])[0]
-            raise _core.DamagedCheckpointError(
-                f"[load_checkpoint] {self.folder / STATE_FILE} has a value that cannot be used "
-                f"({type(error).__name__}: {first}); it is damaged, use another checkpoint"
-            ) from error
+            self.ranks = [self._whole] if self.nodes == 1 else [State(core, rank) for rank in range(self.nodes)]
 
     @property
     def counters(self) -> dict[str, dict[str, float]]:
@@ -100,11 +94,3 @@ class StoredCheckpoint:
     def value(self, *keys: str | int, path: str) -> Any:
         """Decodes a value of `state`, see `State.value`."""
         return self._whole.value(*keys, path=path)
-
-    def read_files(self, destinations: Iterable[tuple[str, str, torch.Tensor]]) -> None:
-        """Reads whole tensors, by file and name, into host tensors, and verifies each file that has one of them.
-
-        Raises:
-            ValueError: a tensor has another shape.
-        """
-        self.core.read_files(list(destinations))

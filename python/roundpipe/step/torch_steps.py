@@ -80,21 +80,9 @@ class TorchSteps(StepGroup):
         return fused
 
     @property
-    def unpublished(self) -> bool:
-        """Whether the copies hold a step that calls do not read yet. REQUIRES: no step function is running."""
-        return self._core.unpublished
-
-    def copy_of(self, parameter: nn.Parameter) -> OptimizerParameter | None:
-        """The copy of a model's parameter that the optimizer updates; None if there is none."""
-        return self._copies.get(id(parameter))
-
-    def accept_loaded(self, unpublished: bool) -> None:
-        """Takes parameters and copies as they have been loaded.
-
-        Args:
-            unpublished: calls read the parameters until the next step, and then the copies.
-        """
-        self._core.accept_loaded(unpublished)
+    def core(self) -> _core.CopySteps:
+        """The engine's part, for checkpoints."""
+        return self._core
 
     def _late_parameter(self) -> str | None:
         return self._core.late_parameter()

@@ -66,9 +66,7 @@ void bind_copy_steps(py::module_& module) {
       .def("hand_over", &CopySteps::hand_over, unlocked)
       .def("changed_from_outside", &CopySteps::changed_from_outside, unlocked)
       .def("clear_gradients", &CopySteps::clear_gradients, py::arg("set_to_none"), unlocked)
-      .def_property_readonly("has_landed_gradients", &CopySteps::has_landed_gradients)
-      .def_property_readonly("unpublished", &CopySteps::unpublished)
-      .def("accept_loaded", &CopySteps::accept_loaded, py::arg("unpublished"));
+      .def_property_readonly("has_landed_gradients", &CopySteps::has_landed_gradients);
 }
 
 }  // namespace roundpipe::python

@@ -1,9 +1,10 @@
 #include <optional>
 
 #include <roundpipe/core/clock.h>
+#include <roundpipe/core/error.h>
+#include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_work.h>
-#include <roundpipe/saving/snapshot.h>
 
 #include "bindings.h"
 #include "python_frontend.h"
@@ -13,8 +14,6 @@
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using runtime::ModelOptimizer;
-using saving::Snapshot;
 using saving::SnapshotMemory;
 
 namespace {
@@ -53,9 +52,9 @@ SaveWork::Agree agree_by(py::object agree) {
 }
 
 std::shared_ptr<SaveWork> make_work(const std::string& path, std::shared_ptr<checkpoint::RunFolder> run,
-                                    std::shared_ptr<Contents> contents, std::shared_ptr<SnapshotMemory> memory,
-                                    int64_t step, bool overwrite, std::optional<int64_t> keep_last, int64_t keep_every,
-                                    bool is_loud, py::object agree) {
+                                    const Capture& capture, std::shared_ptr<SnapshotMemory> memory, int64_t step,
+                                    bool overwrite, std::optional<int64_t> keep_last, int64_t keep_every, bool is_loud,
+                                    py::object agree) {
   SaveWork::Settings settings{.step = step,
                               .path = path,
                               .run = std::move(run),
@@ -69,56 +68,89 @@ std::shared_ptr<SaveWork> make_work(const std::string& path, std::shared_ptr<che
       return calling_python([&] { return std::string(py::str(exception_object(error))); });
     };
   }
-  return std::make_shared<SaveWork>(std::move(settings), std::move(contents), std::move(memory));
+  return std::make_shared<SaveWork>(std::move(settings), capture.contents(), std::move(memory));
 }
 
-using Place = std::tuple<size_t, size_t, std::string, std::string, std::vector<std::string>>;
+// A value and whether it is an object's state_dict().
+using Given = std::pair<py::object, bool>;
 
-void set_snapshot(Contents& contents, std::shared_ptr<Snapshot> snapshot, const std::vector<Place>& places) {
-  Contents::Places by_place;
-  for (const auto& [block, parameter, name, in_file, moments] : places)
-    by_place[{block, parameter}] = {name, in_file, moments};
-  contents.set_snapshot(std::move(snapshot), std::move(by_place));
+GivenValue given_value(const Given& given, const std::string& path) {
+  return {state_value(given.first, path), given.second};
 }
 
-void set_states(Contents& contents, const py::dict& common, const py::dict& own) {
-  const nlohmann::ordered_json of_all = json_of(common), of_rank = json_of(own);
+std::shared_ptr<Capture> make_capture(ModelNames names, const std::vector<TrainedModel>& models, int64_t step,
+                                      int64_t steps, const std::vector<std::pair<std::string, std::string>>& versions,
+                                      const py::dict& other_random_states,
+                                      const std::optional<std::string>& loss_counts, int64_t rank, int64_t size) {
+  CapturedRun run{.step = step, .steps = steps, .versions = versions, .rank = rank, .size = size};
+  run.other_random_states = state_value(other_random_states, "random").entries();
+  if (loss_counts) run.loss_counts = nlohmann::ordered_json::parse(*loss_counts);
   const py::gil_scoped_release unlocked;
-  contents.set_states(of_all, of_rank);
+  return std::make_shared<Capture>(std::move(names), models, std::move(run));
 }
 
-void bind_contents(py::module_& module) {
-  py::class_<Contents, std::shared_ptr<Contents>>(module, "Contents")
-      .def(py::init<int64_t, int64_t, bool>(), py::arg("rank"), py::arg("size"), py::arg("is_adapter"))
-      .def(
-          "add",
-          [](Contents& contents, const std::string& section, const std::string& name, const at::Tensor& tensor,
-             const std::optional<at::Tensor>& values) {
-            contents.add(section, {name, tensor, std::nullopt, values.value_or(at::Tensor())});
-          },
-          py::arg("section"), py::arg("name"), py::arg("tensor"), py::arg("values") = py::none())
+void take_schedulers(Capture& capture, const std::vector<Given>& schedulers) {
+  std::vector<GivenValue> values;
+  for (size_t i = 0; i < schedulers.size(); ++i)
+    values.push_back(given_value(schedulers[i], concat("lr_schedulers[", i, "]")));
+  const py::gil_scoped_release unlocked;
+  capture.take_schedulers(values);
+}
+
+void take_values(Capture& capture, const std::vector<std::pair<std::string, Given>>& given) {
+  std::vector<std::pair<std::string, GivenValue>> values;
+  for (const auto& [name, value] : given) values.emplace_back(name, given_value(value, "state." + name));
+  const py::gil_scoped_release unlocked;
+  capture.take_values(values);
+}
+
+void take_scaler(Capture& capture, py::function later) {
+  capture.take_scaler([later = share(std::move(later))] {
+    return calling_python([&] { return state_value(object_of(later)(), "scaler"); });
+  });
+}
+
+void take_plain(Capture& capture, const std::vector<TrainedModel>& models, CopySteps* copies,
+                const TrainedOptimizer* optimizer, const py::object& state_dict) {
+  const StateValue state = state_value(state_dict, "optimizer");
+  const py::gil_scoped_release unlocked;
+  capture.take(models, copies, optimizer, state);
+}
+
+void bind_capture(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  py::class_<Capture, std::shared_ptr<Capture>>(module, "Capture")
+      .def(py::init(&make_capture), py::arg("names"), py::arg("models"), py::arg("step"), py::arg("steps"),
+           py::arg("versions"), py::arg("other_random_states"), py::arg("loss_counts"), py::arg("rank"),
+           py::arg("size"))
+      .def("take_schedulers", &take_schedulers, py::arg("schedulers"))
+      .def("take_values", &take_values, py::arg("values"))
+      .def("take_scaler", &take_scaler, py::arg("later"))
+      .def("take_fused",
+           py::overload_cast<const FusedOptimizer&, const TrainedOptimizer&, std::shared_ptr<SnapshotMemory>>(
+               &Capture::take),
+           py::arg("fused"), py::arg("optimizer"), py::arg("memory"), unlocked)
+      .def("take_plain", &take_plain, py::arg("models"), py::arg("copies"), py::arg("optimizer"), py::arg("state_dict"))
       .def(
           "add_file",
-          [](Contents& contents, const std::string& name, const std::string& text) { contents.files[name] = text; },
+          [](const Capture& capture, const std::string& name, const std::string& text) {
+            capture.contents()->files[name] = text;
+          },
           py::arg("name"), py::arg("text"))
-      .def_property_readonly("encoder", &Contents::encoder, py::return_value_policy::reference_internal)
-      .def_property_readonly("own_encoder", &Contents::own_encoder, py::return_value_policy::reference_internal)
-      .def("set_states", &set_states, py::arg("common"), py::arg("own"))
-      .def("set_snapshot", &set_snapshot, py::arg("snapshot"), py::arg("places"))
-      .def("take_snapshot",
-           [](Contents& contents) {
-             Contents::SnapshotState state;
-             {
-               const py::gil_scoped_release unlocked;
-               state = contents.take_snapshot();
-             }
-             return std::pair(EncodedValue{std::move(state.counters)}, EncodedValue{std::move(state.strides)});
-           })
-      .def("plain_bytes", &Contents::plain_bytes)
-      .def("copy_plain", &Contents::copy_plain, py::call_guard<py::gil_scoped_release>())
-      .def("buffer_fingerprints", &Contents::buffer_fingerprints, py::call_guard<py::gil_scoped_release>())
-      .def("leave_out_buffers", &Contents::leave_out_buffers, py::arg("of_first_rank"),
-           py::call_guard<py::gil_scoped_release>());
+      .def("cancel", &Capture::cancel, unlocked)
+      .def(
+          "plain_bytes", [](const Capture& capture) { return capture.contents()->plain_bytes(); }, unlocked)
+      .def(
+          "copy_plain", [](const Capture& capture) { capture.contents()->copy_plain(); }, unlocked)
+      .def(
+          "buffer_fingerprints", [](const Capture& capture) { return capture.contents()->buffer_fingerprints(); },
+          unlocked)
+      .def(
+          "leave_out_buffers",
+          [](const Capture& capture, const std::map<std::string, uint64_t>& of_first_rank) {
+            capture.contents()->leave_out_buffers(of_first_rank);
+          },
+          py::arg("of_first_rank"), unlocked);
 }
 
 }  // namespace
@@ -127,27 +159,19 @@ void bind_saving(py::module_& module) {
   py::class_<SnapshotMemory, std::shared_ptr<SnapshotMemory>>(module, "SnapshotMemory")
       .def(py::init<int64_t>(), py::arg("limit_bytes"))
       .def("try_take", &SnapshotMemory::try_take, py::arg("bytes"));
-  py::class_<Snapshot, std::shared_ptr<Snapshot>>(module, "Snapshot")
-      .def_static(
-          "of",
-          [](const std::shared_ptr<ModelOptimizer>& optimizer, std::shared_ptr<SnapshotMemory> memory,
-             bool with_weights) { return Snapshot::of(*optimizer, std::move(memory), optimizer, with_weights); },
-          py::arg("optimizer"), py::arg("memory"), py::arg("with_weights"))
-      .def("cancel", &Snapshot::cancel, py::call_guard<py::gil_scoped_release>());
-  bind_contents(module);
+  bind_capture(module);
   py::class_<SaveWork, std::shared_ptr<SaveWork>>(module, "SaveWork")
-      .def(py::init(&make_work), py::arg("path"), py::arg("run"), py::arg("contents"), py::arg("memory"),
+      .def(py::init(&make_work), py::arg("path"), py::arg("run"), py::arg("capture"), py::arg("memory"),
            py::arg("step"), py::arg("overwrite"), py::arg("keep_last"), py::arg("keep_every"), py::arg("is_loud"),
            py::arg("agree"))
       .def(
           "start",
-          [](SaveWork& work, py::function finish, double caller_seconds) {
+          [](SaveWork& work, std::shared_ptr<Capture> capture, double caller_seconds) {
             work.note_caller_seconds(caller_seconds);
             note_save(work.path(), work.over());
-            work.start([finish = share(std::move(finish))] { calling_python([&] { object_of(finish)(); }); },
-                       now_ms() - 1000 * caller_seconds);
+            work.start([capture = std::move(capture)] { capture->finish(); }, now_ms() - 1000 * caller_seconds);
           },
-          py::arg("finish"), py::arg("caller_seconds"))
+          py::arg("capture"), py::arg("caller_seconds"))
       .def_property_readonly("step", &SaveWork::step)
       .def_property_readonly("folder", &SaveWork::folder)
       .def_property_readonly("done", &SaveWork::done)

@@ -7,14 +7,12 @@
 
 #include <ATen/ops/empty.h>
 
-#include <roundpipe/checkpoint/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/saving/state_encoding.h>
 
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using nlohmann::ordered_json;
 
 namespace {
 
@@ -174,39 +172,6 @@ py::object python_value(const StateValue& value) {
     return dict;
   }
   return py::none();
-}
-
-ordered_json json_of(const py::handle& value) {
-  if (value.is_none()) return nullptr;
-  if (py::isinstance<EncodedValue>(value)) return value.cast<const EncodedValue&>().json;
-  if (py::isinstance<py::bool_>(value)) return value.cast<bool>();
-  if (py::isinstance<py::int_>(value)) {
-    const bool is_negative = value.attr("__lt__")(0).cast<bool>();
-    return is_negative ? ordered_json(value.cast<int64_t>()) : ordered_json(value.cast<uint64_t>());
-  }
-  if (py::isinstance<py::float_>(value)) return value.cast<double>();
-  if (py::isinstance<py::str>(value)) return value.cast<std::string>();
-  if (py::isinstance<py::dict>(value)) {
-    ordered_json object = ordered_json::object();
-    for (const auto& [name, item] : value.cast<py::dict>()) object[name.cast<std::string>()] = json_of(item);
-    return object;
-  }
-  ordered_json list = ordered_json::array();
-  for (const py::handle item : value.cast<py::sequence>()) list.push_back(json_of(item));
-  return list;
-}
-
-void bind_state_values(py::module_& module) {
-  py::class_<EncodedValue>(module, "EncodedValue");
-  py::class_<StateEncoder>(module, "StateEncoder")
-      .def(
-          "encode",
-          [](StateEncoder& encoder, const py::object& value, const std::string& path, bool copies) {
-            const StateValue read = state_value(value, path);
-            const py::gil_scoped_release unlocked;
-            return EncodedValue{encoder.encode(read, path, copies)};
-          },
-          py::arg("value"), py::arg("path"), py::arg("copies") = true);
 }
 
 }  // namespace roundpipe::python

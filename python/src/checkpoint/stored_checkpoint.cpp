@@ -1,8 +1,6 @@
 #include <roundpipe/saving/stored_checkpoint.h>
 
 #include <roundpipe/checkpoint/fall_back.h>
-#include <roundpipe/runs/capture.h>
-#include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/saving/state_reads.h>
 
@@ -31,14 +29,6 @@ std::pair<std::string, std::vector<std::string>> next(KeptFallBack& kept) {
   return {std::move(folder), kept.lines};
 }
 
-using Triples = std::vector<std::tuple<std::string, std::string, at::Tensor>>;
-
-void read_files(const StoredCheckpoint& stored, const Triples& destinations) {
-  StoredCheckpoint::FileDestinations by_file;
-  for (const auto& [file, name, tensor] : destinations) by_file[file].emplace_back(name, tensor);
-  stored.read_files(by_file);
-}
-
 // The part of a rank's state that lies under `keys`: names of objects, and numbers in lists.
 const nlohmann::json& found(const StoredCheckpoint& stored, const py::list& keys, int64_t rank) {
   const nlohmann::json* found = &stored.state(rank);
@@ -59,25 +49,7 @@ py::object value(StoredCheckpoint& stored, const py::list& keys, const std::stri
   return python_value(decoded);
 }
 
-uint64_t fingerprint(StoredCheckpoint& stored, const py::list& keys, int64_t rank) {
-  const nlohmann::json& encoded = found(stored, keys, rank);
-  const py::gil_scoped_release unlocked;
-  return stored.fingerprint(encoded, rank);
-}
-
 void bind_reads(py::module_& module) {
-  py::class_<ModelNames>(module, "ModelNames")
-      .def(py::init<NamedParameters, NamedParameters, std::set<std::string>, std::map<std::string, std::string>>(),
-           py::arg("parameters"), py::arg("buffers"), py::arg("outside"), py::arg("in_file"));
-  py::class_<WeightPlaces>(module, "WeightPlaces")
-      .def(py::init<const StoredCheckpoint&, const ModelNames&>(), py::arg("stored"), py::arg("names"),
-           py::keep_alive<1, 2>())
-      .def_property_readonly("sources", &WeightPlaces::sources)
-      .def_property_readonly("missing", &WeightPlaces::missing)
-      .def_property_readonly("unexpected", &WeightPlaces::unexpected)
-      .def("check", &WeightPlaces::check, py::arg("names"), py::arg("strict"), py::call_guard<py::gil_scoped_release>())
-      .def("load", &WeightPlaces::load, py::arg("except_for") = std::set<std::string>(),
-           py::arg("beside") = StoredCheckpoint::Destinations(), py::call_guard<py::gil_scoped_release>());
   py::class_<StateReads>(module, "StateReads")
       .def(py::init<const StoredCheckpoint&>(), py::arg("stored"), py::keep_alive<1, 2>())
       .def("take", &StateReads::take, py::arg("name"), py::arg("kind"), py::arg("target"), py::arg("like"),
@@ -90,14 +62,6 @@ void bind_reads(py::module_& module) {
           py::arg("name"), py::arg("kind"), py::arg("shape"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("whole_tensors", &StateReads::whole_tensors)
       .def("read", &StateReads::read, py::call_guard<py::gil_scoped_release>());
-  module.def(
-      "load_fused",
-      [](const StoredCheckpoint& stored, const ModelNames& names, const WeightPlaces& places,
-         runtime::ModelOptimizer& optimizer, optim::Algorithm algorithm, optim::MomentFormat moments,
-         const std::vector<optim::Hyperparameters>& options,
-         bool is_shared) { load_fused(stored, names, places, {optimizer, algorithm, moments, options, is_shared}); },
-      py::arg("stored"), py::arg("names"), py::arg("places"), py::arg("optimizer"), py::arg("algorithm"),
-      py::arg("moments"), py::arg("options"), py::arg("is_shared"), py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace
@@ -110,18 +74,11 @@ void bind_stored_checkpoint(py::module_& module) {
       .attribute("shape", [](const saving::StoredTensor& tensor) { return py::tuple(py::cast(tensor.shape)); })
       .attribute("bytes", &saving::StoredTensor::bytes);
   py::class_<StoredCheckpoint>(module, "StoredCheckpoint")
-      .def(py::init([](const std::string& folder, bool weights_only) {
-             const py::gil_scoped_release unlocked;
-             using Scope = StoredCheckpoint::Scope;
-             return std::make_unique<StoredCheckpoint>(folder, weights_only ? Scope::kWeights : Scope::kAll);
-           }),
-           py::arg("folder"), py::arg("weights_only") = false)
+      .def(py::init<const std::string&>(), py::arg("folder"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("manifest", &StoredCheckpoint::manifest)
       .def("state_text", &StoredCheckpoint::state_text, py::arg("rank") = kOfAll)
       .def("sections", &StoredCheckpoint::sections, py::arg("rank") = kOfAll)
       .def("value", &value, py::arg("keys"), py::arg("path"), py::arg("rank") = kOfAll)
-      .def("fingerprint", &fingerprint, py::arg("keys"), py::arg("rank") = kOfAll)
-      .def("read_files", &read_files, py::arg("destinations"), py::call_guard<py::gil_scoped_release>())
       .def("read", &StoredCheckpoint::read, py::arg("destinations"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("optimizer_keys",
                              [](const StoredCheckpoint& stored) {
@@ -140,7 +97,6 @@ void bind_stored_checkpoint(py::module_& module) {
           "damaged", [](KeptFallBack& kept, const std::string& problem) { kept.fall_back.damaged(problem); },
           py::arg("problem"));
   module.def("checkpoints_in", &checkpoints_in, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
-  module.def("sampled_checksum", &sampled_checksum, py::arg("tensor"), py::call_guard<py::gil_scoped_release>());
   module.def("latest", &latest, py::arg("folder"), py::call_guard<py::gil_scoped_release>());
 }
 

@@ -1,5 +1,5 @@
 // A training that Python's tests have a twin of: test_checkpoints_of_cpp.py.
-//   checkpointed_training FOLDER fused|torch float32|bfloat16 DEVICES STEPS [resume|try]
+//   checkpointed_training FOLDER fused|torch|copies float32|bfloat16 DEVICES STEPS [resume|try]
 // Prints each step's loss, and saves a checkpoint at the end. With `try`, it loads each folder that a line of the input
 // names, and prints a line of JSON: the step, the losses of two more steps, or what it threw; and what it told.
 #include <sys/resource.h>
@@ -114,7 +114,13 @@ int main(int /*count*/, char** arguments) {
                     {.state = {{"note", "from C++"}, {"array", at::arange(4)}}, .wait = true});
     return 0;
   }
-  torch::optim::SGD optimizer(layers->parameters(), torch::optim::SGDOptions(0.02).momentum(0.9));
+  const bool has_copies = optimizer_kind == "copies";
+  std::vector<at::Tensor> parameters = layers->parameters();
+  if (has_copies) {
+    parameters.clear();
+    for (const auto& [name, copy] : model.optimizer_parameters(at::kFloat)) parameters.push_back(copy);
+  }
+  torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.02).momentum(0.9));
   if (mode == "try") {
     try_each(model, optimizer, call);
     return 0;
@@ -122,7 +128,14 @@ int main(int /*count*/, char** arguments) {
   if (resumes) step = load_checkpoint(folder, model, optimizer).step;
   for (int i = 0; i < steps; ++i) {
     std::printf("%a\n", call());
-    model.step(optimizer);
+    if (has_copies) {
+      model.step([&] {
+        optimizer.step();
+        optimizer.zero_grad();
+      });
+    } else {
+      model.step(optimizer);
+    }
     ++step;
   }
   save_checkpoint(folder, model, optimizer, {.step = step, .wait = true});

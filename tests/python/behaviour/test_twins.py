@@ -25,31 +25,29 @@ FACES = {
     "a subclass of torch's class, whose names and arguments it has": ("GradScaler", "EmulatedLayer"),
     "pytrees of Python are more than what TensorsOf knows": ("Structure", "Batch"),
     "models of Python are followed through their own code, those of C++ are its own": ("LanguageModel",),
-    "what of a training Python's objects hold is captured by Python": ("Capture", "ModelNames", "StateReader"),
+    "a save, as the steps of Python see it": ("StateReader",),
     "the loop of a command: data and trackers of Python, none of them in C++": (
         *("Training", "RunFolder", "StopSignal", "Microbatches"),
     ),
 }
 # The same word for two things.
 HOMONYMS = {
-    *("All", "Card", "Compiler", "Device", "Documents", "Entry", "Names", "Order", "Part", "Progress"),
+    *("All", "Card", "Compiler", "Device", "Documents", "Entry", "Group", "Names", "Order", "Part", "Progress"),
     *("Request", "Room", "Run", "Span", "State", "StoredTensor", "Tokens", "Unit", "Uses", "Verdict"),
 }
-CAPTURE = "python/roundpipe/saving/capture.py"
+PARTS = "python/roundpipe/saving/parts.py"
 # Files of both languages whose messages share a phrase, and why.
 PHRASES = {
-    "Python checks its own optimizers and schedulers before it captures them": (
-        ("roundpipe/runs/save_checkpoint.cpp", CAPTURE),
-        ("roundpipe/runs/load_checkpoint.cpp", CAPTURE),
-        ("roundpipe/api/host_weights.cpp", CAPTURE),
-        ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/saving/load.py"),
-        ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/saving/prepared.py"),
-        ("roundpipe/core/loss_chunks.cpp", "python/roundpipe/saving/load.py"),
+    "whether an optimizer steps the model is asked of Python's optimizers in Python": (
+        ("roundpipe/runs/model_parts.cpp", PARTS),
+        ("roundpipe/runs/save_checkpoint.cpp", PARTS),
+        ("roundpipe/api/host_weights.cpp", PARTS),
     ),
     "advice in the words of the language": (
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/fused_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/torch_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/optim/for_model.py"),
+        ("roundpipe/runs/model_parts.cpp", "python/roundpipe/step/fused_steps.py"),
         ("roundpipe/runs/save_checkpoint.cpp", "python/roundpipe/step/fused_steps.py"),
         ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/step/fused_steps.py"),
         ("roundpipe/training/copy_steps.cpp", "python/roundpipe/step/group.py"),
@@ -65,7 +63,6 @@ PHRASES = {
         ("programs/train/options.cpp", "python/roundpipe/demo/command.py"),
     ),
     "a few words that fit many things": (
-        ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/runs/show.py"),
         ("roundpipe/api/model.cpp", "python/roundpipe/plan/costs.py"),
         ("roundpipe/runtime/call/batch_cut.cpp", "python/roundpipe/data/balance.py"),
         ("roundpipe/api/optimizer.cpp", "python/roundpipe/optim/lion.py"),

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import roundpipe
-from cpp_twin import FUSED, PROGRAM, TORCH, Training, in_cpp, same_form
+from cpp_twin import COPIES, FUSED, PROGRAM, TORCH, Training, in_cpp, same_form
+from node_files import cut_checkpoint
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the C++ tests were not built in build/release")
 
-CASES = [(FUSED, torch.float32), (FUSED, torch.bfloat16), (TORCH, torch.float32)]
+CASES = [(FUSED, torch.float32), (FUSED, torch.bfloat16), (TORCH, torch.float32), (COPIES, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
@@ -42,6 +43,20 @@ def test_cpp_goes_on_with_a_training_of_python(tmp_path: Path, kind: str, dtype:
     lines = in_cpp(tmp_path / "cpp", kind, dtype, "virtual:1", 3, "resume")
     if kind == FUSED:
         assert lines.pop(0) == "from Python 10"
+    assert [same_form(line) for line in lines] == expected
+
+
+def test_cpp_goes_on_with_a_training_of_several_nodes(tmp_path: Path) -> None:
+    roundpipe.devices("virtual:2")
+    training = Training(FUSED, torch.bfloat16)
+    training.steps(3)
+    training.save(tmp_path / "python")
+    expected = training.steps(3)
+    sizes = {name: parameter.numel() for name, parameter in training.model.named_parameters()}
+    cuts = {name: [size // 3, size // 3, size] for name, size in sizes.items()}  # one rank has nothing
+    cut_checkpoint(tmp_path / "python" / "step-3", tmp_path / "cpp", cuts, {})
+    lines = in_cpp(tmp_path / "cpp", FUSED, torch.bfloat16, "virtual:1", 3, "resume")
+    assert lines.pop(0) == "from Python 10"
     assert [same_form(line) for line in lines] == expected
 
 

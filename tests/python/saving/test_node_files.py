@@ -22,7 +22,7 @@ from handmade import make_step
 from node_files import BLOCK, cut_checkpoint, own_part
 from roundpipe import RoundPipe, RoundPipeError, _core
 from roundpipe.runs.command import app
-from roundpipe.saving.own_state import OwnState
+from roundpipe.saving.random_states import derive_random_states, derived_seed
 from roundpipe.saving.stored import StoredCheckpoint
 
 WIDTH = 48
@@ -234,24 +234,17 @@ def test_the_command_knows_them(saved: Mapping[str, Saved], tmp_path: Path) -> N
     assert same(load_file(tmp_path / "hf" / "model.safetensors"), load_file(source / "model.safetensors"))
 
 
-def drawn(own: OwnState) -> list[float]:
-    """What each generator draws after the random states of a rank were restored."""
-    own.restore_random_states(own.random_states())
-    return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
+def test_random_states_of_ranks_that_were_not_there() -> None:
+    states = {"torch": torch.Generator().manual_seed(3).get_state()}
 
+    def drawn(rank: int) -> list[float]:
+        derive_random_states(states, rank)
+        return [float(torch.rand(())), random.random(), float(numpy.random.rand())]
 
-def test_random_states_of_ranks_that_were_not_there(saved: Mapping[str, Saved], tmp_path: Path) -> None:
-    source = saved["fp32"].folder
-    alone = [OwnState(StoredCheckpoint(source), rank, 3) for rank in range(3)]
-    values = [drawn(own) for own in alone]
+    values = [drawn(rank) for rank in range(3)]
     assert all(len(set(of_ranks)) == 3 for of_ranks in zip(*values, strict=True))
-    assert [drawn(own) for own in alone] == values
-    assert len({own.seed("") for own in alone}) == 3
-    training = Training(KINDS["fp32"])
-    alike = cut_checkpoint(source, tmp_path, cuts_of(training.sizes(), [0.5], 1), training.strides())
-    together = [OwnState(StoredCheckpoint(alike), rank, 3) for rank in range(3)]
-    assert [drawn(own) for own in together] == [values[0]] * 3  # as all ranks had the same ones
-    assert {own.seed("") for own in together} == {alone[0].seed("")}
+    assert [drawn(rank) for rank in range(3)] == values
+    assert len({derived_seed(b"seed", rank) for rank in range(3)}) == 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
 
 PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "tests" / "cpp" / "checkpointed_training"
-FUSED, TORCH = "fused", "torch"
+FUSED, TORCH, COPIES = "fused", "torch", "copies"
 
 
 def in_cpp(folder: Path, kind: str, dtype: torch.dtype, devices: str, steps: int, *mode: str) -> list[str]:
@@ -44,7 +44,8 @@ class Training:
         torch.manual_seed(7)
         layers = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(dtype)
         self.kind, self.dtype = kind, dtype
-        self.model = RoundPipe(layers, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        wider = torch.float32 if kind == COPIES else None
+        self.model = RoundPipe(layers, optim_dtype=wider, model_run_config=RoundPipeRunConfig(num_microbatch=3))
         self.optimizer: Any
         self.scheduler: Any = None
         if kind == FUSED:
@@ -78,7 +79,7 @@ class Training:
                     self.optimizer.step()
                     self.optimizer.zero_grad()
 
-                self.model.step(update, is_async=False)
+                self.model.step(update, is_async=self.kind == COPIES)
         return [same_form(loss) for loss in losses]
 
     def save(self, folder: Path) -> None:
