@@ -204,7 +204,6 @@ void bind_pipeline(py::module_& module) {
       .def("raise_pending", &Pipeline::raise_pending, py::call_guard<py::gil_scoped_release>())
       .def("drain", &Pipeline::drain, py::call_guard<py::gil_scoped_release>())
       .def(
-      .def(
           "show_gradients", [](Pipeline& pipeline) { pipeline.gradients().show(); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("has_gradients", [](Pipeline& pipeline) { return pipeline.gradients().any(); })

@@ -36,7 +36,7 @@ FusedOptimizer fused_of(const Optimizer& optimizer) {
 TrainedOptimizer parts_of(Optimizer& optimizer, const ModelNames& names) {
   TrainedOptimizer parts{class_name(optimizer.algorithm()), moments_name(optimizer.moments()), {}};
   const std::vector<double>& first_rates = optimizer.first_rates();
-  for (size_t i = 0; i < optimizer.groups(); ++i) {
+  for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const std::optional<double> first = first_rates.empty() ? std::nullopt : std::optional(first_rates[i]);
     parts.groups.push_back({options_dict(optimizer.algorithm(), optimizer.all_options()[i], first), {}});
   }

@@ -56,9 +56,7 @@ def optimizer_of(model: ModelFacade, optimizer: Any, with_options: bool) -> _cor
 
 def fused_of(optimizer: Any) -> _core.FusedOptimizer:
     """The engine's part of an optimizer that was made for a model."""
-    return _core.FusedOptimizer(
-        optimizer.binding, optimizer.algorithm, optimizer.core_format, optimizer.core_groups()
-    )
+    return _core.FusedOptimizer(optimizer.binding, optimizer.algorithm, optimizer.core_format, optimizer.core_groups())
 
 
 def require_own_optimizer(model: ModelFacade, optimizer: Any) -> None:
