@@ -174,7 +174,7 @@ CARD = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card" ROUNDPIPE_REQUIRE_GPU=1 O
 CARD_PYTHON = PYTHONPATH="$(CURDIR)/$(BUILD)/tests/fake_card:$(CURDIR)/tests/fake_card" OMP_NUM_THREADS=1
 ON_CARD := $(patsubst %,tests/python/%.py,behaviour/test_equality_layouts behaviour/test_row_mixing \
   behaviour/test_gradient_sums data/test_microbatch following/test_experts huggingface/test_evaluation \
-  model/test_wrap_training step/test_plain_steps step/test_scaler)
+  model/test_wrap_training model/step/test_plain_steps model/step/test_scaler)
 
 test-card: build $(BUILD)/.with_tests $(VENV)/.test
 	$(call say,5,the tests for accelerators on the test card. About a minute on two cores)
@@ -212,14 +212,14 @@ NUMERIC := $(patsubst %,tests/python/%, \
   behaviour/test_equality_plans.py::test_compiled_layer behaviour/test_equality_steps.py::test_weights_of_16_bits \
   behaviour/test_lora.py::test_bits_of_peft_alone following/test_experts.py \
   following/test_language_model.py::test_bits_of_the_plain_model following/test_token_loss.py::test_in_chunks \
-  $(patsubst %,native/test_%.py::test_bits_of_values_and_gradients,decoder_bits native_adapters native_experts) \
+  $(patsubst %,following/native/test_%.py::test_bits_of_values_and_gradients,decoder_bits native_adapters native_experts) \
   $(addprefix ops/test_functional.py::,test_16_bits_are_no_worse_than_the_plain_head test_native_blocks \
     test_a_chunked_module_is_the_module) \
   ops/test_packed_attention.py::test_packed_rows_equal_transformers \
   $(addprefix optim/test_dropin.py::,test_like_torch test_the_bits_of_torch_but_for_roots) \
   $(addprefix optim/test_fused_steps.py::,test_equals_the_loop_on_any_number_of_devices \
     test_every_algorithm_follows_torch) \
-  step/test_scaler.py::test_plain_use_has_torchs_bits)
+  model/step/test_scaler.py::test_plain_use_has_torchs_bits)
 # $(1): settings of the environment, as another processor or another user has them
 define in_setting
 	@echo "== $(1)"

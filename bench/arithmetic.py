@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
-from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
+from roundpipe.following.native.decoder import NativeDecoder, config_of, native_decoder
 from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan.shape_meter import ShapeMeter
 

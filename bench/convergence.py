@@ -17,8 +17,8 @@ from support.demo_runs import CLIP_NORM, TABLES, DemoRuns
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.demo.preset import FULL_STEPS, VIRTUAL_DEVICES
-from roundpipe.step.fused_optimizer import Moments
+from roundpipe.model.step.fused_optimizer import Moments
+from roundpipe.train.demo.preset import FULL_STEPS, VIRTUAL_DEVICES
 
 RATE = 1.2e-4  # a rate that synchronous steps still tolerate costs asynchronous ones a tenth of their loss
 SYNCHRONOUS_SHARE = 0.4  # of the steps, at the start: a staleness of one costs most there

@@ -22,11 +22,11 @@ from support import emulation
 from support.presets import LINK_SCALES, TRAFFIC
 from support.report import Report, parser
 
-from roundpipe.performance import pictures
-from roundpipe.performance.timeline import spans_of_records
 from roundpipe.plan.compare import predict
 from roundpipe.plan.costs import load
 from roundpipe.plan.options import EFFORT_PER_SECOND
+from roundpipe.plan.performance import pictures
+from roundpipe.plan.performance.timeline import spans_of_records
 from roundpipe.plan.schedules import Prediction, Request, choose, predict_choice
 
 DEVICES = 8

@@ -16,7 +16,7 @@ from support.demo_runs import CLIP_NORM, DemoRuns, Losses
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.demo.preset import VIRTUAL_DEVICES
+from roundpipe.train.demo.preset import VIRTUAL_DEVICES
 
 STEPS, RATE = 60, 3e-4  # a host computes in float16 ten times slower
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ import torch
 from support.published_models import MODELS, PublishedModel
 from support.report import Report, parser
 
-from roundpipe.memory.budget import ADAM, ADAM_8BIT, predict_unloaded
+from roundpipe.model.memory.budget import ADAM, ADAM_8BIT, predict_unloaded
 from roundpipe.plan.shapes import make_model
 
 PUBLISHED_BYTES = 20  # a trained parameter

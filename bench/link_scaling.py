@@ -17,7 +17,7 @@ import sys
 from support.presets import at_length
 from support.report import Report, parser
 
-from roundpipe.memory.budget import UpdateRule
+from roundpipe.model.memory.budget import UpdateRule
 from roundpipe.plan.costs import PRESETS, CostSet
 from roundpipe.plan.schedules import Mode, Request, choose
 

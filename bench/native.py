@@ -26,7 +26,7 @@ from support.report import Report, parser
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
-from roundpipe.native.decoder import NativeDecoder, config_of, native_decoder
+from roundpipe.following.native.decoder import NativeDecoder, config_of, native_decoder
 
 VOCABULARY = 64
 

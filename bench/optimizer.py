@@ -36,7 +36,7 @@ from support.adamw import HYPER, Gradients, Times, WithCasts
 from support.report import Report, parser
 
 from roundpipe import _core
-from roundpipe.memory.host import free_host_bytes
+from roundpipe.model.memory.host import free_host_bytes
 
 OURS, OURS_8BIT, TORCH = "ours", "ours, 8-bit", "torch fused"
 PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed"}

@@ -21,8 +21,8 @@ from support.report import Report, parser
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.performance.step_report import StepReport
 from roundpipe.plan.costs import PRESETS, load
+from roundpipe.plan.performance.step_report import StepReport
 from roundpipe.plan.schedules import Request, choose
 
 # Overlap is planned once most batches came early and the plan has run eight calls; a run searches on after 4, 8 and 12.

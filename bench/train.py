@@ -22,9 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import roundpipe
+from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.chat import load_tokenizer
-from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
 from roundpipe.train.loop import StepRecord, Training

@@ -29,10 +29,10 @@ from torch import nn
 
 import roundpipe
 from roundpipe import ModelExecutePlan, RoundPipeRunConfig, _core, wrap_model_to_roundpipe
-from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
-from roundpipe.layers.shell import PythonLayer
-from roundpipe.layers.values import split
-from roundpipe.memory.prediction import predict_device
+from roundpipe.following.layers.shell import PythonLayer
+from roundpipe.following.layers.values import split
+from roundpipe.model.call.loss_function import MicrobatchLoss, outputs_as_loss
+from roundpipe.model.memory.prediction import predict_device
 from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import make_model, measure

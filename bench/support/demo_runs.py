@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 import roundpipe
-from roundpipe.call.loss_function import ScaledOutputs, outputs_as_loss
-from roundpipe.demo.corpus import load_corpus
-from roundpipe.demo.preset import LENGTH, TEXT_BYTES
-from roundpipe.demo.untrained import build_llama, train_tokenizer
 from roundpipe.huggingface.evaluation import held_out_loss
-from roundpipe.step.fused_optimizer import Moments
+from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
+from roundpipe.model.step.fused_optimizer import Moments
+from roundpipe.train.demo.corpus import load_corpus
+from roundpipe.train.demo.preset import LENGTH, TEXT_BYTES
+from roundpipe.train.demo.untrained import build_llama, train_tokenizer
 
 ROWS = 10
 # Factors of the learning rate of the embedding and the head: each of their rows sees few of the tokens. The demo's

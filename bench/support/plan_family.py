@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from roundpipe import _core
-from roundpipe.memory.budget import UpdateRule
+from roundpipe.model.memory.budget import UpdateRule
 from roundpipe.plan import costs, machine
 from roundpipe.plan.schedules import Request, choose, placed
 

@@ -14,55 +14,55 @@ if TYPE_CHECKING:
 
     from roundpipe import optim
     from roundpipe._core import RoundPipeError
-    from roundpipe.call.execute_plan import ModelExecutePlan
-    from roundpipe.call.run_config import RoundPipeRunConfig
+    from roundpipe.checkpoints.runs.journal import RunJournal, read_journal
+    from roundpipe.checkpoints.runs.stop_signal import StopSignal
+    from roundpipe.checkpoints.saving.load import Loaded, latest, load_checkpoint
+    from roundpipe.checkpoints.saving.save import Save, SaveReport, save_checkpoint
     from roundpipe.device.pool import DevicePool, devices
+    from roundpipe.following.layers.emulated import EmulatedLayer
+    from roundpipe.following.layers.recompute import doing_recompute, get_recompute_data, save_for_recompute
     from roundpipe.huggingface.pretrained import from_pretrained
-    from roundpipe.layers.emulated import EmulatedLayer
-    from roundpipe.layers.recompute import doing_recompute, get_recompute_data, save_for_recompute
-    from roundpipe.memory.host import HostArena, host_arena
-    from roundpipe.memory.prediction import MemoryPrediction
+    from roundpipe.model.call.execute_plan import ModelExecutePlan
+    from roundpipe.model.call.run_config import RoundPipeRunConfig
+    from roundpipe.model.memory.host import HostArena, host_arena
+    from roundpipe.model.memory.prediction import MemoryPrediction
     from roundpipe.model.pending import Pending
     from roundpipe.model.pipe import RoundPipe
+    from roundpipe.model.step.fused_optimizer import Step
+    from roundpipe.model.step.optimizer_context import OptimizerCtx
+    from roundpipe.model.step.scaler import GradScaler
     from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
-    from roundpipe.runs.journal import RunJournal, read_journal
-    from roundpipe.runs.stop_signal import StopSignal
-    from roundpipe.saving.load import Loaded, latest, load_checkpoint
-    from roundpipe.saving.save import Save, SaveReport, save_checkpoint
-    from roundpipe.step.fused_optimizer import Step
-    from roundpipe.step.optimizer_context import OptimizerCtx
-    from roundpipe.step.scaler import GradScaler
 
 # The module of each public name; imported on first use, so that `roundpipe --help` does not wait for torch.
 _PUBLIC = {
     "AutoRoundPipe": "model.wrap",
     "DevicePool": "device.pool",
-    "EmulatedLayer": "layers.emulated",
-    "GradScaler": "step.scaler",
-    "HostArena": "memory.host",
-    "Loaded": "saving.load",
-    "MemoryPrediction": "memory.prediction",
-    "ModelExecutePlan": "call.execute_plan",
-    "OptimizerCtx": "step.optimizer_context",
+    "EmulatedLayer": "following.layers.emulated",
+    "GradScaler": "model.step.scaler",
+    "HostArena": "model.memory.host",
+    "Loaded": "checkpoints.saving.load",
+    "MemoryPrediction": "model.memory.prediction",
+    "ModelExecutePlan": "model.call.execute_plan",
+    "OptimizerCtx": "model.step.optimizer_context",
     "Pending": "model.pending",
     "RoundPipe": "model.pipe",
     "RoundPipeError": "_core",
-    "RoundPipeRunConfig": "call.run_config",
-    "RunJournal": "runs.journal",
-    "Save": "saving.save",
-    "SaveReport": "saving.save",
-    "Step": "step.fused_optimizer",
-    "StopSignal": "runs.stop_signal",
+    "RoundPipeRunConfig": "model.call.run_config",
+    "RunJournal": "checkpoints.runs.journal",
+    "Save": "checkpoints.saving.save",
+    "SaveReport": "checkpoints.saving.save",
+    "Step": "model.step.fused_optimizer",
+    "StopSignal": "checkpoints.runs.stop_signal",
     "devices": "device.pool",
-    "doing_recompute": "layers.recompute",
+    "doing_recompute": "following.layers.recompute",
     "from_pretrained": "huggingface.pretrained",
-    "get_recompute_data": "layers.recompute",
-    "host_arena": "memory.host",
-    "latest": "saving.load",
-    "load_checkpoint": "saving.load",
-    "read_journal": "runs.journal",
-    "save_checkpoint": "saving.save",
-    "save_for_recompute": "layers.recompute",
+    "get_recompute_data": "following.layers.recompute",
+    "host_arena": "model.memory.host",
+    "latest": "checkpoints.saving.load",
+    "load_checkpoint": "checkpoints.saving.load",
+    "read_journal": "checkpoints.runs.journal",
+    "save_checkpoint": "checkpoints.saving.save",
+    "save_for_recompute": "following.layers.recompute",
     "wrap_model_to_roundpipe": "model.wrap",
 }
 

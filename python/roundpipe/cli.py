@@ -14,14 +14,14 @@ import typer
 from typer.core import TyperGroup
 
 import roundpipe
+from roundpipe.checkpoints.runs.command import app as checkpoint
 from roundpipe.command_options import OnceEach, of_fields
-from roundpipe.demo.command import demo
+from roundpipe.data.tokens.command import tokenize
 from roundpipe.export.command import export
 from roundpipe.plan.command import plan
-from roundpipe.runs.command import app as checkpoint
 from roundpipe.selftest.command import selftest
-from roundpipe.tokens.command import tokenize
 from roundpipe.train.command import train
+from roundpipe.train.demo.command import demo
 
 # What to type instead of a command that is gone.
 _GONE = {

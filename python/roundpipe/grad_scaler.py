@@ -1,3 +1,3 @@
-"""The published package's path to its scaler; see `roundpipe.step.scaler`."""
+"""The published package's path to its scaler; see `roundpipe.model.step.scaler`."""
 
-from roundpipe.step.scaler import GradScaler as GradScaler
+from roundpipe.model.step.scaler import GradScaler as GradScaler

@@ -1,3 +1,3 @@
-"""The published package's path to its plans; see `roundpipe.call.execute_plan`."""
+"""The published package's path to its plans; see `roundpipe.model.call.execute_plan`."""
 
-from roundpipe.call.execute_plan import ModelExecutePlan as ModelExecutePlan
+from roundpipe.model.call.execute_plan import ModelExecutePlan as ModelExecutePlan

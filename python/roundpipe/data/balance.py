@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from roundpipe.data.samples import IGNORED
 
 if TYPE_CHECKING:
-    from roundpipe.call.run_config import RoundPipeRunConfig
+    from roundpipe.model.call.run_config import RoundPipeRunConfig
 
 
 def balance(lengths: Sequence[int], parts: int, *, quadratic: float = 0.0) -> list[list[int]]:
@@ -149,8 +149,8 @@ def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None)
     Raises:
         ValueError: there are neither attention_mask nor labels.
     """
-    from roundpipe.call.run_config import RoundPipeRunConfig
     from roundpipe.device.pool import devices
+    from roundpipe.model.call.run_config import RoundPipeRunConfig
 
     rows = _kept(batch, "balanced_config").shape[0]
     wanted = len(devices()) + 1 if num_microbatch is None else num_microbatch

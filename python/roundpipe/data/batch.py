@@ -9,7 +9,6 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import (
     effective_microbatches,
     merge_outputs,
@@ -18,6 +17,7 @@ from roundpipe.data.microbatch import (
     split_label,
 )
 from roundpipe.data.packed import RoundPipePackedData
+from roundpipe.model.call.run_config import ResolvedRunConfig
 
 
 class Batch:
@@ -26,7 +26,7 @@ class Batch:
     Args:
         args: positional arguments.
         kwargs: keyword arguments.
-        run_config: resolved options, see `roundpipe.call.run_config.FullRoundPipeRunConfig`.
+        run_config: resolved options, see `roundpipe.model.call.run_config.FullRoundPipeRunConfig`.
         label: cut like the arguments.
 
     Attributes:

@@ -18,8 +18,8 @@ _AT_A_TIME = 1 << 14  # numbers of samples that are looked at together
 class Batches:
     """Cuts samples into batches of at most `batch_tokens` tokens.
 
-    Batches are made during iteration, and a `SampleStore`, such as the samples of `roundpipe.records.prepare`, stays on
-    disk. The same arguments give the same batches.
+    Batches are made during iteration, and a `SampleStore`, such as the samples of `roundpipe.data.records.prepare`,
+    stays on disk. The same arguments give the same batches.
 
     An iteration knows its position: `state_dict()` is the number of batches that it has given, and after
     `load_state_dict()` the next iteration begins behind them. So a checkpoint that saves the batches continues with the

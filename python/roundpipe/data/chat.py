@@ -1,6 +1,6 @@
 """Reads conversations from a file and makes samples from which only the assistant's words are learned, in memory.
 
-Records are those of `roundpipe.records`: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
+Records are those of `roundpipe.data.records`: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
 `{"prompt": "...", "completion": "..."}`, which counts as a question and its answer, and its other conversations.
 
 `chat_encoder` says how a conversation becomes tokens.
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 from roundpipe.data.chat_encoder import ChatEncoder, ChatSample
 from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.records.formats import NO_ANSWER, format_of, item_of
+from roundpipe.data.records.reading import Record, kind_of, records_of
 from roundpipe.data.samples import IGNORED
 from roundpipe.data.tokenizer import load_tokenizer as load_tokenizer
 from roundpipe.data.tokenizer import padding_token_id as padding_token_id
-from roundpipe.records.formats import NO_ANSWER, format_of, item_of
-from roundpipe.records.reading import Record, kind_of, records_of
-from roundpipe.tokens.texts import json_lines
+from roundpipe.data.tokens.texts import json_lines
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from roundpipe.checkpoint.files import adapter_file
-from roundpipe.checkpoint.safetensors_header import refuse_pointer
+from roundpipe.huggingface.weights.files import adapter_file
+from roundpipe.huggingface.weights.safetensors_header import refuse_pointer
 
 CONFIG_FILE = "adapter_config.json"
 

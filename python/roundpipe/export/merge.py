@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from roundpipe.checkpoint.files import INDEX_FILE, Checkpoint
 from roundpipe.export.adapter import read_adapter
 from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, write_safetensors
 from roundpipe.export.placement import Placement
 from roundpipe.files import check_free, new_folder
+from roundpipe.huggingface.weights.files import INDEX_FILE, Checkpoint
 
 Progress = Callable[[int, int], None]
 

@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe import _core
-from roundpipe.checkpoint.files import Checkpoint
-from roundpipe.checkpoint.names import Names, Read, Source
 from roundpipe.export.adapter import Adapter
+from roundpipe.huggingface.weights.files import Checkpoint
+from roundpipe.huggingface.weights.names import Names, Read, Source
 
 _PREFIX = "base_model.model."  # between a PeftModel and the model it wraps
 _ADAPTER_NAME = "default"

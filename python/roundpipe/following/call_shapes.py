@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.placeholder import CannotFollow, Placeholder
-from roundpipe.layers.shadow import ShadowTree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """`(args, kwargs)` of a layer call."""

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.call.loss_function import LossScaler, OwnLoss
 from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
+from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
 from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
@@ -24,15 +24,15 @@ from roundpipe.following.sample_batches import sample_batches
 from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
 from roundpipe.following.token_wise import ChunkTokens
 from roundpipe.following.verification import Found, try_training, verify
-from roundpipe.layers.adapters import without_adapters
-from roundpipe.losses.ending import Ending, Kept, loss_in
-from roundpipe.losses.loss_arguments import (
+from roundpipe.model.call.loss_function import LossScaler, OwnLoss
+from roundpipe.model.losses.ending import Ending, Kept, loss_in
+from roundpipe.model.losses.loss_arguments import (
     asks_for_router_loss,
     is_part_of_a_sum,
     leaves_loss_to_caller,
     take_return_logits,
 )
-from roundpipe.losses.reduction import (
+from roundpipe.model.losses.reduction import (
     FoundLoss,
     LossForm,
     Reduction,
@@ -40,7 +40,7 @@ from roundpipe.losses.reduction import (
     count,
     positions_are_inside,
 )
-from roundpipe.losses.token_loss import shares
+from roundpipe.model.losses.token_loss import shares
 from roundpipe.ops.functional import Arithmetic
 
 if TYPE_CHECKING:

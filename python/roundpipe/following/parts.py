@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from roundpipe import _core
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import OutputShape, hidden_states
+from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.placeholder import (
     CannotFollow,
     Made,
@@ -36,10 +37,9 @@ from roundpipe.following.program import (
 )
 from roundpipe.following.rotary import Frequencies, LongRows
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
-from roundpipe.layers.shadow import ShadowTree
-from roundpipe.losses.ending import Ending, Kept
-from roundpipe.losses.lazy_logits import LazyLogits
-from roundpipe.losses.token_loss import TokenLoss
+from roundpipe.model.losses.ending import Ending, Kept
+from roundpipe.model.losses.lazy_logits import LazyLogits
+from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.ops.documents import knowing, noting_tables
 from roundpipe.ops.functional import Arithmetic
 

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
-from roundpipe.losses.ending import Ending
+from roundpipe.model.losses.ending import Ending
 
 NumberedValues = dict[int, torch.Tensor]
 """Tensors that the parts pass on, by number."""

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.loss_trial import rows_of_part, try_losses
 from roundpipe.following.parts import FollowedModel, Over, RecordingRun, Skeleton, buffers_around
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import evaluating
-from roundpipe.layers.shadow import ShadowTree
-from roundpipe.losses.reduction import FoundLoss, LossForm
+from roundpipe.model.losses.reduction import FoundLoss, LossForm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roundpipe.trainer.trainer import RoundPipeTrainer
+    from roundpipe.trainers.trainer import RoundPipeTrainer
 
 # The module of each trainer; imported on first use, because transformers' and TRL's trainers take seconds.
 _TRAINERS = {
-    "RoundPipeAccelerator": "trainer.accelerator",
-    "RoundPipeDPOTrainer": "trainer.trl_trainers",
-    "RoundPipeSFTTrainer": "trainer.trl_trainers",
-    "RoundPipeTrainer": "trainer.trainer",
+    "RoundPipeAccelerator": "trainers.accelerator",
+    "RoundPipeDPOTrainer": "trainers.trl_trainers",
+    "RoundPipeSFTTrainer": "trainers.trl_trainers",
+    "RoundPipeTrainer": "trainers.trainer",
 }
 
 __all__ = ["RoundPipeAccelerator", "RoundPipeDPOTrainer", "RoundPipeSFTTrainer", "RoundPipeTrainer"]

@@ -10,8 +10,8 @@ import torch
 
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
-from roundpipe.layers.evaluation_mode import evaluation_mode
-from roundpipe.losses.ending import loss_in
+from roundpipe.following.layers.evaluation_mode import evaluation_mode
+from roundpipe.model.losses.ending import loss_in
 from roundpipe.model.pipe import RoundPipe
 
 

@@ -8,10 +8,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from roundpipe.checkpoint.files import Checkpoint, adapter_file
-from roundpipe.checkpoint.safetensors_header import CheckpointError, refuse_pointer
 from roundpipe.files import first_lines, refuse_missing_folder
-from roundpipe.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_unloaded, refuse_host
+from roundpipe.huggingface.weights.files import Checkpoint, adapter_file
+from roundpipe.huggingface.weights.safetensors_header import CheckpointError, refuse_pointer
+from roundpipe.model.memory.budget import HOST_VARIABLE, BudgetError, budget_of, predict_unloaded, refuse_host
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.ops.packed_attention import register
@@ -161,7 +161,7 @@ def _load(
 ) -> PreTrainedModel:
     from transformers import AutoConfig
 
-    from roundpipe.checkpoint.direct_loading import load_causal_model
+    from roundpipe.huggingface.weights.direct_loading import load_causal_model
 
     refuse_missing_folder(base, "from_pretrained")
     folder = Path(base)

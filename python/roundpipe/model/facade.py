@@ -13,18 +13,18 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining, join
-from roundpipe.layers.adapters import without_adapters
+from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.model import forward as model_forward
 from roundpipe.model.host_resident import HostResident
 from roundpipe.model.own_storages import with_own_storages
 from roundpipe.model.published_attributes import COMMON, source_of_names, standing_for
 from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
-from roundpipe.step.optimizer_context import in_optimizer_context
+from roundpipe.model.step.optimizer_context import in_optimizer_context
 
 if TYPE_CHECKING:
-    from roundpipe.step.fused_optimizer import BoundOptimizer, Gradients, Moments
-    from roundpipe.step.fused_steps import FusedSteps
-    from roundpipe.step.torch_steps import TorchSteps
+    from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments
+    from roundpipe.model.step.fused_steps import FusedSteps
+    from roundpipe.model.step.torch_steps import TorchSteps
 
 
 def facade_in(model: Any) -> ModelFacade | None:

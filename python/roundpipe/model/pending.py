@@ -9,13 +9,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.call.loss_function import MicrobatchLoss
-from roundpipe.call.request import CallRequest
-from roundpipe.call.run_config import ResolvedRunConfig
 from roundpipe.data.microbatch import merge_outputs
 from roundpipe.distributed.loss_counts import CallCount
+from roundpipe.model.call.loss_function import MicrobatchLoss
+from roundpipe.model.call.request import CallRequest
+from roundpipe.model.call.run_config import ResolvedRunConfig
 from roundpipe.model.timer import print_times
-from roundpipe.performance.timeline import Timeline, timeline_of
+from roundpipe.plan.performance.timeline import Timeline, timeline_of
 
 
 def merged(parts: list[Any], config: ResolvedRunConfig) -> Any:

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.call.execute_plan import ModelExecutePlan, plan_of
-from roundpipe.call.joint_plan import RunType
-from roundpipe.call.loss_function import MicrobatchLoss, outputs_as_loss
-from roundpipe.call.request import CallRequest
-from roundpipe.call.run_config import RoundPipeRunConfig, copied, resolve
 from roundpipe.device.pool import devices
 from roundpipe.distributed.loss_counts import CallCount
+from roundpipe.following.layers.emulated import EmulatedLayer, NativeEmulatedLayer
+from roundpipe.following.layers.shell import PythonLayer, layers_of
 from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
-from roundpipe.layers.emulated import EmulatedLayer, NativeEmulatedLayer
-from roundpipe.layers.shell import PythonLayer, layers_of
-from roundpipe.memory.budget import (
+from roundpipe.model.call.execute_plan import ModelExecutePlan, plan_of
+from roundpipe.model.call.joint_plan import RunType
+from roundpipe.model.call.loss_function import MicrobatchLoss, outputs_as_loss
+from roundpipe.model.call.request import CallRequest
+from roundpipe.model.call.run_config import RoundPipeRunConfig, copied, resolve
+from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
+from roundpipe.model.memory.budget import (
     DEVICE_VARIABLE,
     HOST_VARIABLE,
     budget_of,
@@ -32,17 +33,16 @@ from roundpipe.memory.budget import (
     predict_model,
     refuse_host,
 )
-from roundpipe.memory.prediction import MemoryPrediction, memory_prediction
-from roundpipe.model.call_hooks import HasCallHooks, refuse_hooks_of
+from roundpipe.model.memory.prediction import MemoryPrediction, memory_prediction
 from roundpipe.model.pending import Pending, merged
 from roundpipe.model.preparation import Preparation, StepArguments
 from roundpipe.model.published_attributes import OF_A_PIPE
 from roundpipe.model.run_records import RunRecords
+from roundpipe.model.step.torch_steps import TorchSteps
 from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
-from roundpipe.performance.microbatches import choose
-from roundpipe.step.torch_steps import TorchSteps
+from roundpipe.plan.performance.microbatches import choose
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -237,7 +237,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             self._pipeline.drain()  # and no more: parameters that were resized keep their new values
         own = object.__getattribute__(self, "__dict__")
         own["_language_model"] = followed = self._language_model.followed_anew()
-        from roundpipe.native.layers import make_native  # imports transformers, which takes seconds
+        from roundpipe.following.native.layers import make_native  # imports transformers, which takes seconds
 
         own["_native"] = make_native(followed, self._native.option)
         self._rebuild(followed.chain)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from roundpipe.call.joint_plan import RunType
-from roundpipe.call.loss_function import ScaledOutputs, is_own_loss
-from roundpipe.call.request import CallRequest, Microbatch, route_of
-from roundpipe.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
-from roundpipe.layers.values import owned, split, to_host
-from roundpipe.losses.loss_arguments import adding_losses, cut_of_own_loss
+from roundpipe.following.layers.values import owned, split, to_host
+from roundpipe.model.call.joint_plan import RunType
+from roundpipe.model.call.loss_function import ScaledOutputs, is_own_loss
+from roundpipe.model.call.request import CallRequest, Microbatch, route_of
+from roundpipe.model.call.run_config import ResolvedRunConfig, RoundPipeRunConfig
+from roundpipe.model.losses.loss_arguments import adding_losses, cut_of_own_loss
 
 if TYPE_CHECKING:
     from torch import nn

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roundpipe.layers.shell import layers_of
+from roundpipe.following.layers.shell import layers_of
 from roundpipe.model.host_resident import HostResident
 
 

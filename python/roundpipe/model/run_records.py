@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from roundpipe import _core
 from roundpipe.model.pending import record_fields
-from roundpipe.performance.step_report import StepReport, busy_share, report
-from roundpipe.performance.timeline import Timeline, timeline_of
+from roundpipe.plan.performance.step_report import StepReport, busy_share, report
+from roundpipe.plan.performance.timeline import Timeline, timeline_of
 
 
 class RunRecords:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from roundpipe.layers.adapters import without_adapters
+from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.model.call_hooks import refuse_hooked
 from roundpipe.model.forward import refuse_assigned
 
 if TYPE_CHECKING:
-    from roundpipe.call.run_config import ResolvedRunConfig
+    from roundpipe.model.call.run_config import ResolvedRunConfig
     from roundpipe.model.facade import ModelFacade
 
 _told: weakref.WeakSet[Any] = weakref.WeakSet()  # original models whose eval mode has been warned about

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.following.native.report import NativeLayers
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.published_attributes import source_of_names
-from roundpipe.native.report import NativeLayers
-from roundpipe.step.optimizer_context import in_optimizer_context
-from roundpipe.step.scaler import GradScaler
+from roundpipe.model.step.optimizer_context import in_optimizer_context
+from roundpipe.model.step.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from roundpipe.step.fused_optimizer import BoundOptimizer, Step
+    from roundpipe.model.step.fused_optimizer import BoundOptimizer, Step
 
 
 class SteppedModel(ModelFacade):

@@ -14,20 +14,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe import _core
-from roundpipe.call.loss_function import as_losses, outputs_as_loss
-from roundpipe.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.data.microbatch import merge_what_fits
 from roundpipe.device.pool import devices
+from roundpipe.following.native.report import NativeOption, check_option, without_native_layers
 from roundpipe.following.refusals import refuse_compiled, refuse_weights, warn_batch_norm
-from roundpipe.memory.budget import HOST_VARIABLE, budget_of, predict_model, refuse_host
+from roundpipe.model.call.loss_function import as_losses, outputs_as_loss
+from roundpipe.model.call.run_config import RoundPipeRunConfig, layered
 from roundpipe.model.facade import ModelFacade
 from roundpipe.model.host_contents import contents_of
+from roundpipe.model.memory.budget import HOST_VARIABLE, budget_of, predict_model, refuse_host
 from roundpipe.model.pipe import RoundPipe
+from roundpipe.model.step.torch_steps import TorchSteps
 from roundpipe.model.step_call import check_step_call
 from roundpipe.model.stepped import SteppedModel
-from roundpipe.native.report import NativeOption, check_option, without_native_layers
 from roundpipe.ops.functional import Arithmetic
-from roundpipe.step.torch_steps import TorchSteps
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -168,7 +168,7 @@ def _pipe_of(
     roundpipe_kwargs: dict[str, Any],
 ) -> RoundPipe:
     """The pipeline of a followed model."""
-    from roundpipe.native.layers import make_native
+    from roundpipe.following.native.layers import make_native
 
     pipe = RoundPipe.__new__(RoundPipe)
     object.__getattribute__(pipe, "__dict__")["_native"] = make_native(followed, native)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.layers.evaluation_mode import evaluation_mode
+from roundpipe.following.layers.evaluation_mode import evaluation_mode
 from roundpipe.ops.documents import documents_of, note_table
 
 NAME = "sdpa_packed"

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 
 from roundpipe import _core
-from roundpipe.memory.host import HostMemory
 from roundpipe.model.facade import facade_in
+from roundpipe.model.memory.host import HostMemory
 from roundpipe.model.published_attributes import source_of_names
+from roundpipe.model.step.fused_optimizer import MOMENTS, BoundOptimizer, Gradients, Moments, core_rule
 from roundpipe.optim.parameter_groups import parameter_groups
-from roundpipe.step.fused_optimizer import MOMENTS, BoundOptimizer, Gradients, Moments, core_rule
 
 # Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
 _REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}

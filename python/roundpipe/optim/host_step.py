@@ -10,8 +10,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from roundpipe import _core
+from roundpipe.model.step.optimizer_parameter import OptimizerParameter
 from roundpipe.optim.for_model import ForModel
-from roundpipe.step.optimizer_parameter import OptimizerParameter
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, OptimizerParameter)
 _FORMAT = _core.MomentFormat.FLOAT32

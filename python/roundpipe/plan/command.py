@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from roundpipe.performance import STAGES_LEGEND
 from roundpipe.plan.options import PlanOptions
+from roundpipe.plan.performance import STAGES_LEGEND
 
 if TYPE_CHECKING:
-    from roundpipe.performance.pictures import Span
     from roundpipe.plan.compare import Impossible
     from roundpipe.plan.nodes import NodesPrediction
+    from roundpipe.plan.performance.pictures import Span
     from roundpipe.plan.schedules import Prediction
     from roundpipe.plan.shapes import ModelShapes
     from roundpipe.plan.within_memory import Planned
@@ -90,7 +90,7 @@ class _Report:
         if self._options.save is not None:
             self._save_stages(self._options.save)
         if self._options.picture is not None:
-            from roundpipe.performance import pictures
+            from roundpipe.plan.performance import pictures
 
             pictures.write(self._options.picture, self._title, self._rows())
             typer.echo(f"wrote {self._options.picture}", err=True)
@@ -153,7 +153,7 @@ class _Report:
         ]
 
     def _save_stages(self, path: Path) -> None:
-        from roundpipe.call.execute_plan import ModelExecutePlan
+        from roundpipe.model.call.execute_plan import ModelExecutePlan
 
         best = self._choices[0].stages
         stages = ModelExecutePlan()

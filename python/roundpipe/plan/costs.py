@@ -37,7 +37,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.files import read_json, read_toml, write_text
-from roundpipe.layers.shell import layers_of
+from roundpipe.following.layers.shell import layers_of
 
 SCHEMA = "roundpipe-costs"
 VERSION = 1

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe import _core
-from roundpipe.call.run_config import GRAINS, RecomputeGrain
-from roundpipe.memory.prediction import DeviceMemory, predict_device, predict_devices
+from roundpipe.model.call.run_config import GRAINS, RecomputeGrain
+from roundpipe.model.memory.prediction import DeviceMemory, predict_device, predict_devices
 from roundpipe.plan.costs import CostSet
 from roundpipe.plan.schedules import Request, choose, placed
 from roundpipe.plan.shapes import ModelShapes

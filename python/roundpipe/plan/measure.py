@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from roundpipe import RoundPipe, RoundPipeRunConfig, _core, optim
 from roundpipe.device.pool import DevicePool
-from roundpipe.memory.budget import UpdateRule
+from roundpipe.model.memory.budget import UpdateRule
 from roundpipe.plan.cards import Card
 from roundpipe.plan.machine import Machine
 

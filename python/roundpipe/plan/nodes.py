@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.performance.limits import limit_of, shape_limit
 from roundpipe.plan.compare import print_table
 from roundpipe.plan.costs import RATES
+from roundpipe.plan.performance.limits import limit_of, shape_limit
 from roundpipe.plan.schedules import Request, percent, placed, steps_to_simulate
 
 _NETWORK, _LATENCY, _UPDATES, _CLIPPING = "network", "network latency", "optimizer", "clipping"

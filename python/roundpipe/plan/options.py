@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import typer
 
-from roundpipe.performance.pictures import require_ending
 from roundpipe.plan import BASELINES, PRODUCTS
+from roundpipe.plan.performance.pictures import require_ending
 
 if TYPE_CHECKING:
     from roundpipe import _core
-    from roundpipe.memory.budget import UpdateRule
+    from roundpipe.model.memory.budget import UpdateRule
     from roundpipe.plan.cards import NamedCard
     from roundpipe.plan.costs import CostSet
     from roundpipe.plan.machine import Machine
@@ -370,7 +370,7 @@ class PlanOptions:
     @property
     def rule(self) -> UpdateRule:
         """The optimizer, which takes and moves memory of the host."""
-        from roundpipe.memory.budget import UpdateRule
+        from roundpipe.model.memory.budget import UpdateRule
 
         return UpdateRule(self.optimizer, self.moments)
 

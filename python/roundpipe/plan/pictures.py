@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundpipe import _core
-from roundpipe.performance.pictures import Span, cut_to_window
+from roundpipe.plan.performance.pictures import Span, cut_to_window
 
 _STEPS_SHOWN = 2
 

@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following.language_model import language_model_in
+from roundpipe.following.layers.shell import PythonLayer
+from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
 from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
-from roundpipe.layers.shell import PythonLayer
-from roundpipe.losses.lazy_logits import LazyLogits
-from roundpipe.losses.token_loss import TokenLoss
-from roundpipe.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
-from roundpipe.native.decoder import NativeDecoder, native_decoder
+from roundpipe.model.losses.lazy_logits import LazyLogits
+from roundpipe.model.losses.token_loss import TokenLoss
+from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
 from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan.shape_meter import ShapeMeter
 

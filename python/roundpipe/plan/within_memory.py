@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.memory.budget import HostPrediction, UpdateRule
+from roundpipe.model.memory.budget import HostPrediction, UpdateRule
 from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan import fit as fitting
 from roundpipe.plan.costs import CostSet, load

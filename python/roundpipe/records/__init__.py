@@ -1,1 +1,3 @@
-"""From files and datasets of records to samples on disk: what a training reads."""
+"""See `roundpipe.data.records`."""
+
+from roundpipe.data.records.prepare import prepare as prepare

@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from roundpipe.data.records.options import Documents, Format, OnBad, Overlong, TrainOn
 from roundpipe.plan.options import Optimizer
-from roundpipe.records.options import Documents, Format, OnBad, Overlong, TrainOn
 
 # The engine's table of options; tools/training_options.py writes it.
 _OPTIONS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "option_table.json").read_text("utf-8"))

@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from roundpipe.data.batches import Batches
+from roundpipe.data.records.prepare import DataOptions, PreparedData, open_prepared, prepare
+from roundpipe.data.records.store import SampleFiles
+from roundpipe.data.records.summary import DataSummary
 from roundpipe.data.tokenizer import padding_token_id
-from roundpipe.records.prepare import DataOptions, PreparedData, open_prepared, prepare
-from roundpipe.records.store import SampleFiles
-from roundpipe.records.summary import DataSummary
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.nodes import RunNodes
 

@@ -13,8 +13,8 @@ import torch
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.memory.budget import HostPrediction, is_unmeasured
-from roundpipe.memory.host import free_host_bytes
+from roundpipe.model.memory.budget import HostPrediction, is_unmeasured
+from roundpipe.model.memory.host import free_host_bytes
 from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
 from roundpipe.plan.machine import Machine
 from roundpipe.plan.machine import load as load_machine

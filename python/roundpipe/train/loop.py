@@ -15,11 +15,11 @@ import torch
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.call.loss_function import ScaledOutputs, outputs_as_loss
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_sum
-from roundpipe.step.fused_optimizer import Step
+from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
+from roundpipe.model.step.fused_optimizer import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
 from roundpipe.train.loss_scaling import LossScaling

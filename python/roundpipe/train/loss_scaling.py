@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from roundpipe import _core
-from roundpipe.step.fused_optimizer import Step
-from roundpipe.step.scaler import GradScaler
+from roundpipe.model.step.fused_optimizer import Step
+from roundpipe.model.step.scaler import GradScaler
 
 
 class LossScaling:

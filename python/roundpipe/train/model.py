@@ -14,7 +14,7 @@ from roundpipe import RoundPipeRunConfig
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder
 from roundpipe.huggingface.quiet import without_progress_bars
-from roundpipe.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
+from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
 from roundpipe.ops.packed_attention import check_packing
 from roundpipe.plan.shapes import make_model
 from roundpipe.train.config import TrainConfig

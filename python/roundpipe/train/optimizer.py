@@ -8,8 +8,8 @@ import torch
 
 from roundpipe import optim
 from roundpipe.model.pipe import RoundPipe
+from roundpipe.model.step.fused_optimizer import Moments
 from roundpipe.optim.for_model import ForModel
-from roundpipe.step.fused_optimizer import Moments
 from roundpipe.train.config import TrainConfig
 
 _RULES: dict[str, type[ForModel]] = {

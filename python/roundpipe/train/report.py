@@ -14,7 +14,7 @@ from typing import Any
 
 import roundpipe
 from roundpipe.files import write_text
-from roundpipe.performance.pictures import Span, legend_of, svg_of
+from roundpipe.plan.performance.pictures import Span, legend_of, svg_of
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.progress import duration
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 import roundpipe
+from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.samples import IGNORED
-from roundpipe.layers.evaluation_mode import evaluation_mode
-from roundpipe.runs.lines import Lines
+from roundpipe.following.layers.evaluation_mode import evaluation_mode
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
 

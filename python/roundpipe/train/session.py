@@ -14,8 +14,8 @@ import transformers
 
 import roundpipe
 from roundpipe import _core
+from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.batches import check_positions
-from roundpipe.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.loop import Observer, Training

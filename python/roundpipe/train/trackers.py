@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roundpipe.runs.lines import Lines
+from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, Observer, StepRecord
 

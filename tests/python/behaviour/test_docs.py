@@ -46,7 +46,7 @@ def examples() -> list[tuple[str, str, str]]:
 
 EXAMPLES = examples()
 
-# Where the paths of pages begin: `runtime/engine.h`, `gpu/kit.py`, `roundpipe/demo/proof.py`.
+# Where the paths of pages begin: `runtime/engine.h`, `gpu/kit.py`, `roundpipe/train/demo/proof.py`.
 TOPS = [ROOT, ROOT / "roundpipe", ROOT / "bench", ROOT / "python", ROOT / "python" / "roundpipe"]
 NAMED_FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:h|cpp|py|md|toml))`")
 

@@ -658,4 +658,4 @@ def test_losses_are_not_compiled() -> None:
 def test_modules_that_are_not_there() -> None:
     for name in ("run", "threads", "transfer", "attribute", "optim_stream", "utils"):
         assert importlib.util.find_spec(f"roundpipe.{name}") is None
-    assert [name for name in vars(importlib.import_module("roundpipe.memory")) if name[0].isupper()] == []
+    assert [name for name in vars(importlib.import_module("roundpipe.model.memory")) if name[0].isupper()] == []

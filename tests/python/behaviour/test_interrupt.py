@@ -21,7 +21,7 @@ from torch import nn
 import roundpipe
 from robustness import assert_same, pipe_of, script_environment, sgd_step, squared_error
 from roundpipe import RoundPipe
-from roundpipe.step.uninterrupted import uninterrupted
+from roundpipe.model.step.uninterrupted import uninterrupted
 from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

@@ -11,7 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import roundpipe
 from reference_loops import use_devices
-from roundpipe.call.run_config import RecomputeGrain
+from roundpipe.model.call.run_config import RecomputeGrain
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -35,7 +35,7 @@ HOMONYMS = {
     *("All", "Card", "Compiler", "Device", "Documents", "Entry", "Group", "Names", "Order", "Part", "Progress"),
     *("Request", "Room", "Run", "Span", "State", "StoredTensor", "Tokens", "Unit", "Uses", "Verdict"),
 }
-PARTS = "python/roundpipe/saving/parts.py"
+PARTS = "python/roundpipe/checkpoints/saving/parts.py"
 # Files of both languages whose messages share a phrase, and why.
 PHRASES = {
     "whether an optimizer steps the model is asked of Python's optimizers in Python": (
@@ -44,23 +44,23 @@ PHRASES = {
         ("roundpipe/api/host_weights.cpp", PARTS),
     ),
     "advice in the words of the language": (
-        ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/fused_steps.py"),
-        ("roundpipe/api/host_weights.cpp", "python/roundpipe/step/torch_steps.py"),
+        ("roundpipe/api/host_weights.cpp", "python/roundpipe/model/step/fused_steps.py"),
+        ("roundpipe/api/host_weights.cpp", "python/roundpipe/model/step/torch_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/optim/for_model.py"),
-        ("roundpipe/runs/model_parts.cpp", "python/roundpipe/step/fused_steps.py"),
-        ("roundpipe/runs/save_checkpoint.cpp", "python/roundpipe/step/fused_steps.py"),
-        ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/step/fused_steps.py"),
-        ("roundpipe/training/copy_steps.cpp", "python/roundpipe/step/group.py"),
-        ("roundpipe/api/model.cpp", "python/roundpipe/step/group.py"),
-        ("roundpipe/api/grad_scaler.cpp", "python/roundpipe/step/scaler.py"),
-        ("roundpipe/memory/parameter_block.cpp", "python/roundpipe/layers/shell.py"),
-        ("roundpipe/api/loss.cpp", "python/roundpipe/call/loss_function.py"),
+        ("roundpipe/runs/model_parts.cpp", "python/roundpipe/model/step/fused_steps.py"),
+        ("roundpipe/runs/save_checkpoint.cpp", "python/roundpipe/model/step/fused_steps.py"),
+        ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/model/step/fused_steps.py"),
+        ("roundpipe/training/copy_steps.cpp", "python/roundpipe/model/step/group.py"),
+        ("roundpipe/api/model.cpp", "python/roundpipe/model/step/group.py"),
+        ("roundpipe/api/grad_scaler.cpp", "python/roundpipe/model/step/scaler.py"),
+        ("roundpipe/memory/parameter_block.cpp", "python/roundpipe/following/layers/shell.py"),
+        ("roundpipe/api/loss.cpp", "python/roundpipe/model/call/loss_function.py"),
         ("roundpipe/core/skipped_steps.cpp", "python/roundpipe/ops/packed_attention.py"),
     ),
     "help of a command for what only one of the two has": (
         ("roundpipe/command/training_options.cpp", "python/roundpipe/train/config.py"),
         ("programs/train/options.cpp", "python/roundpipe/train/command.py"),
-        ("programs/train/options.cpp", "python/roundpipe/demo/command.py"),
+        ("programs/train/options.cpp", "python/roundpipe/train/demo/command.py"),
     ),
     "a few words that fit many things": (
         ("roundpipe/api/model.cpp", "python/roundpipe/plan/costs.py"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from roundpipe.call.run_config import FullRoundPipeRunConfig, ResolvedRunConfig, RoundPipeRunConfig
 from roundpipe.data.batch import Batch, RoundPipePackedData
+from roundpipe.model.call.run_config import FullRoundPipeRunConfig, ResolvedRunConfig, RoundPipeRunConfig
 
 
 class Event:

@@ -14,7 +14,7 @@ import pytest
 import roundpipe
 from killed_training import FAULT_AT, Life, Lives, Request
 from robustness import script_environment
-from roundpipe.runs.show import problems_of
+from roundpipe.checkpoints.runs.show import problems_of
 from sweeps import mostly_long
 
 LONGEST_DELAY_S, LONGEST_BEGINNING_S = 0.01, 0.2

@@ -18,7 +18,7 @@ from causal_models import VOCABULARY, build, tokens
 from gradients import trained_beside_plain
 from odd_models import OddForCausalLM, odd
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from roundpipe.losses.reduction import LossForm, Reduction
+from roundpipe.model.losses.reduction import LossForm, Reduction
 from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("two_devices")

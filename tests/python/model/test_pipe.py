@@ -15,7 +15,7 @@ from torch import nn
 import roundpipe
 from robustness import assert_same, pipe_of, sgd_step, squared_error, state_of
 from roundpipe import OptimizerCtx, RoundPipe, RoundPipeRunConfig
-from roundpipe.layers.recompute import layer_context, may_save
+from roundpipe.following.layers.recompute import layer_context, may_save
 
 
 @pytest.fixture(autouse=True)

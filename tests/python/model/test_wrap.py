@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe.call.execute_plan import ModelExecutePlan
-from roundpipe.call.run_config import RoundPipeRunConfig
 from roundpipe.data.microbatch import effective_microbatches, merge_outputs, merge_what_fits, split_call
+from roundpipe.model.call.execute_plan import ModelExecutePlan
+from roundpipe.model.call.run_config import RoundPipeRunConfig
+from roundpipe.model.step.optimizer_context import OptimizerCtx, in_optimizer_context
 from roundpipe.model.wrap import AutoRoundPipe, wrap_model_to_roundpipe
-from roundpipe.step.optimizer_context import OptimizerCtx, in_optimizer_context
 
 DEVICES = 3
 

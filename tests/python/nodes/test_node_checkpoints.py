@@ -13,7 +13,7 @@ import torch
 import roundpipe
 from node_checkpoint_programs import Kind
 from node_processes import NodeProcesses
-from roundpipe.runs.show import problems_of
+from roundpipe.checkpoints.runs.show import problems_of
 
 KINDS = {
     "bf16": Kind(torch.bfloat16),

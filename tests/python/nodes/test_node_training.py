@@ -15,7 +15,7 @@ from fused_reference import PlainTraining
 from node_processes import NodeProcesses
 from node_programs import RATES, Training
 from reference_loops import assert_same
-from roundpipe.demo.plain_loop import fused_adamw
+from roundpipe.train.demo.plain_loop import fused_adamw
 
 
 def adamw(masters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:

@@ -13,7 +13,7 @@ import roundpipe
 from fused_reference import FusedPair
 from reference_loops import assert_same, use_devices
 from roundpipe import RoundPipe
-from roundpipe.demo.plain_loop import fused_adamw
+from roundpipe.train.demo.plain_loop import fused_adamw
 from sweeps import sweep
 
 WIDTH = 32  # torch's own vector tails round otherwise, so sizes are multiples of 16

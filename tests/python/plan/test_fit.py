@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.call.loss_function import MicrobatchLoss
 from roundpipe.cli import app, main
 from roundpipe.following.language_model import LanguageModel
-from roundpipe.layers.shell import PythonLayer
-from roundpipe.layers.values import split
+from roundpipe.following.layers.shell import PythonLayer
+from roundpipe.following.layers.values import split
+from roundpipe.model.call.loss_function import MicrobatchLoss
 from roundpipe.plan.fit import ROW_STEP, Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes, make_model, measure

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from process_memory import status
-from roundpipe.records.prepare import DataOptions, prepare
+from roundpipe.data.records.prepare import DataOptions, prepare
 from tiny_chat import byte_tokenizer
 
 

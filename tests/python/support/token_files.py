@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from roundpipe.tokens.writer import token_file
+from roundpipe.data.tokens.writer import token_file
 
 
 def write_tokens(path: Path, documents: Sequence[Sequence[int]], vocabulary: int) -> Path:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.layers.shell import DeviceShell
+from roundpipe.following.layers.shell import DeviceShell
 
 _NO_CALL = 0
 

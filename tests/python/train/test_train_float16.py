@@ -19,8 +19,8 @@ import roundpipe
 from interrupted_output import InterruptedAt
 from metric_lines import repeatable_lines
 from roundpipe import _core
-from roundpipe.call.loss_function import ScaledOutputs
 from roundpipe.data.balance import balanced_config
+from roundpipe.model.call.loss_function import ScaledOutputs
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
 from roundpipe.train.model import load_model

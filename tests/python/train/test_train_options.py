@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import roundpipe
-from roundpipe.memory.budget import UpdateRule, predict_model
+from roundpipe.model.memory.budget import UpdateRule, predict_model
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.model import load_model, meta_model

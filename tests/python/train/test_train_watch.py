@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from roundpipe.performance.pictures import Span
-from roundpipe.runs.lines import Lines, read_lines
+from roundpipe.checkpoints.runs.lines import Lines, read_lines
+from roundpipe.plan.performance.pictures import Span
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
 from roundpipe.train.progress import Screen, duration

@@ -1,0 +1,1 @@
+"""From files and datasets of records to samples on disk: what a training reads."""

@@ -1,0 +1,265 @@
+"""What records mean: texts, conversations, preference pairs or tokens, by the names of their members."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.records.options import Format
+from roundpipe.data.records.reading import Record
+from roundpipe.data.samples import IGNORED
+
+# The members that tell a format, the first that fits; those of the first group exclude each other.
+_EXCLUSIVE: dict[Format, tuple[str, ...]] = {
+    "tokens": ("input_ids",),
+    "preference": ("chosen", "rejected"),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+}
+_OTHERS: dict[Format, tuple[str, ...]] = {
+    "prompt": ("prompt", "completion"),
+    "instruction": ("instruction", "output"),
+    "text": ("text",),
+}
+NO_ANSWER = "no answer of the assistant"
+"""The reason against a conversation in which nothing is learnt."""
+_SPEAKERS = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, or a piece of a long one."""
+
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens, with labels that are -100 or the token."""
+
+    tokens: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A preferred and a rejected end of the same conversation."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+
+Item = Text | Tokens | Conversation | Pair
+
+
+def format_of(value: Any, where: str) -> Format | None:
+    """The format that a record's members tell; None if they tell none.
+
+    Raises:
+        ValueError: they tell several that exclude each other.
+    """
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, Mapping):
+        return None
+    found = [name for name, members in _EXCLUSIVE.items() if all(value.get(each) is not None for each in members)]
+    if len(found) > 1:
+        raise ValueError(
+            f"[data] {where} may be read as {' or as '.join(found)}, expected one of them; say which by "
+            "format (--format)"
+        )
+    found += [name for name, members in _OTHERS.items() if all(value.get(each) is not None for each in members)]
+    return found[0] if found else None
+
+
+def item_of(record: Record, form: Format) -> Item:
+    """Takes a record as the format says.
+
+    Raises:
+        UnusableError: it is not of this format, or holds nothing to learn from.
+    """
+    if isinstance(record.value, str):
+        if form != "text":
+            raise UnusableError("broken", f"a text, not a record of {form}", "is a text, expected a record")
+        return _text(record.value, record)
+    if not isinstance(record.value, Mapping):
+        kind = type(record.value).__name__
+        raise UnusableError("broken", "no object", f"is a {kind}, expected an object with members")
+    value = record.value
+    expected = {**_EXCLUSIVE, **_OTHERS}[form]
+    missing = [name for name in expected if value.get(name) is None]
+    if missing:
+        reason = f"a record without {' and '.join(missing)}"
+        raise UnusableError("broken", reason, f"has the members {', '.join(sorted(map(str, value)))}")
+    if form == "text":
+        return _text(value["text"], record)
+    if form == "tokens":
+        return _tokens(value)
+    if form == "preference":
+        return _pair(value, record.where)
+    if form == "messages":
+        return _conversation(_list(value["messages"], "messages"), value, record.where)
+    if form == "sharegpt":
+        return _conversation(_sharegpt(value), value, record.where)
+    if form == "prompt":
+        return _prompt(value, record.where)
+    return _conversation(_instruction(value), value, record.where)
+
+
+def _text(text: Any, record: Record) -> Text:
+    if not isinstance(text, str):
+        raise UnusableError("broken", "a text that is no text", f"its text is a {type(text).__name__}")
+    _check_unicode(text)
+    if record.begins and record.ends and not text.strip():
+        raise UnusableError("empty", "no text", "")
+    return Text(text, record.begins, record.ends)
+
+
+def _conversation(messages: Any, value: Mapping[str, Any], where: str, first_learnt: int = 0) -> Conversation:
+    checked = checked_messages(messages)
+    for message in checked:
+        _check_unicode(str(message.get("content") or ""))
+    tools = value.get("tools")
+    if tools is not None:
+        tools = _list(tools, "tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UnusableError("broken", "tools that are no list of objects", "its tools are no list of objects")
+    options = value.get("chat_template_kwargs") or {}
+    if not isinstance(options, Mapping):
+        raise UnusableError("broken", "chat_template_kwargs that are no object", "")
+    found = Conversation(checked, where, tools or None, options, first_learnt)
+    if not any(found.learns(index) for index in range(len(checked))):
+        raise UnusableError("empty", NO_ANSWER, "")
+    return found
+
+
+def _sharegpt(value: Mapping[str, Any]) -> Any:
+    turns = _list(value["conversations"], "conversations")
+    if not isinstance(turns, list):
+        return turns
+    messages = []
+    if isinstance(value.get("system"), str) and value["system"].strip():
+        messages.append({"role": "system", "content": value["system"]})
+    for index, turn in enumerate(turns):
+        if not isinstance(turn, Mapping):
+            raise UnusableError("broken", "a turn that is no object", f"turn {index} is a {type(turn).__name__}")
+        speaker = turn.get("from", turn.get("role"))
+        if speaker not in _SPEAKERS:
+            detail = f"turn {index} is from {speaker!r}, expected one of {', '.join(_SPEAKERS)}"
+            raise UnusableError("broken", "a speaker that is not known", detail)
+        more = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
+        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content")), **more})
+    return messages
+
+
+def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
+    prompt, completion = value["prompt"], value["completion"]
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return _conversation([*prompt, *completion], value, where, len(prompt))
+    messages = _with_system(value, [_said("user", prompt), _said("assistant", completion)])
+    return _conversation(messages, value, where)
+
+
+def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    question, more = value["instruction"], value.get("input")
+    if isinstance(more, str) and more.strip() and isinstance(question, str):
+        question = f"{question}\n\n{more}"
+    messages = []
+    for turn in value.get("history") or []:
+        if not isinstance(turn, list | tuple) or len(turn) != 2:
+            raise UnusableError("broken", "a history that is no list of pairs", "expected [[question, answer], ...]")
+        messages += [_said("user", turn[0]), _said("assistant", turn[1])]
+    return _with_system(value, [*messages, _said("user", question), _said("assistant", value["output"])])
+
+
+def _said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _with_system(value: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    system = value.get("system")
+    return [_said("system", system), *messages] if isinstance(system, str) and system.strip() else messages
+
+
+def _pair(value: Mapping[str, Any], where: str) -> Pair:
+    prompt, ends = value.get("prompt"), [value["chosen"], value["rejected"]]
+    if isinstance(prompt, str):
+        before = _with_system(value, [_said("user", prompt)])
+    else:
+        before = _list(prompt, "prompt") if prompt is not None else []
+        if not isinstance(before, list):
+            raise UnusableError("broken", "a prompt that is neither text nor messages", "")
+    if all(isinstance(end, str) for end in ends):
+        if not before:
+            raise UnusableError("broken", "a pair of texts without prompt", "expected the prompt as a member")
+        ends = [[_said("assistant", end)] for end in ends]
+    ends = [_list(end, "chosen and rejected") for end in ends]
+    if not all(isinstance(end, list) and end and all(isinstance(each, dict) for each in end) for end in ends):
+        raise UnusableError("broken", "chosen or rejected that are neither texts nor messages", "")
+    if all(end[0].get("role") == "assistant" for end in ends) and before:
+        ends = [[*before, *end] for end in ends]
+    shared = 0
+    while shared < min(map(len, ends)) and ends[0][shared] == ends[1][shared]:
+        shared += 1
+    if shared == len(ends[0]) == len(ends[1]):
+        raise UnusableError("broken", "chosen and rejected are equal", "")
+    # A prompt that the ends hold as well is only compared.
+    asked = before[-1].get("content") if before and isinstance(before[-1], dict) else None
+    if asked is not None and not any(message.get("content") == asked for message in ends[0][:shared]):
+        raise UnusableError("broken", "chosen and rejected that do not follow the prompt", "")
+    if not shared:
+        raise UnusableError("broken", "chosen and rejected that do not begin alike", "expected the same prompt in both")
+    chosen, rejected = (_conversation(end, value, where, shared) for end in ends)
+    return Pair(chosen, rejected)
+
+
+def _tokens(value: Mapping[str, Any]) -> Tokens:
+    tokens, labels = _list(value["input_ids"], "input_ids"), _list(value.get("labels"), "labels")
+    if not _numbers(tokens):
+        raise UnusableError("broken", "input_ids that are no list of numbers", "")
+    if not tokens:
+        raise UnusableError("empty", "no tokens", "")
+    mask = _list(value.get("attention_mask"), "attention_mask")
+    if mask is not None and (not _numbers(mask) or list(mask) != [1] * len(tokens)):
+        raise UnusableError("broken", "an attention_mask other than ones", "leave out padding")
+    if labels is None:
+        return Tokens(list(tokens), list(tokens))
+    if not _numbers(labels) or len(labels) != len(tokens):
+        raise UnusableError("broken", "labels that are not one number a token", "")
+    if any(label not in (IGNORED, token) for token, label in zip(tokens, labels, strict=True)):
+        raise UnusableError("broken", "labels that are neither -100 nor the token", "labels are not shifted")
+    return Tokens(list(tokens), list(labels))
+
+
+def _numbers(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in values)
+
+
+def _list(value: Any, name: str) -> Any:
+    """A list that a cell of CSV, or a column of a data set, may hold as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            raise UnusableError("broken", f"{name} that are a text and not JSON", "") from None
+    return value
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UnusableError("broken", "half of a surrogate pair in a text", "expected Unicode") from None

@@ -1,0 +1,168 @@
+"""Samples on disk: written record by record, read when they are asked for.
+
+A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
+sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
+of the first sample of each record, as little-endian numbers of 8 bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from roundpipe import _core
+from roundpipe.data.order import Numbers
+from roundpipe.data.samples import IGNORED
+from roundpipe.data.tokens.writer import token_file
+
+FILES = ("samples.tokens", "samples.runs", "records.first")
+_TOKENS, _RUNS, _RECORDS = FILES
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample: its tokens, and the lengths of stretches that do not count and that count, in turn."""
+
+    tokens: list[int]
+    runs: list[int]
+
+    @property
+    def counted(self) -> int:
+        """Tokens that are predicted and whose loss counts; nothing predicts the first one."""
+        return sum(self.runs[1::2]) - (self.runs[0] == 0)
+
+    def cut(self, length: int) -> Encoded:
+        """Its first tokens."""
+        runs, left = [], length
+        for run in self.runs:
+            runs.append(min(run, left))
+            left -= runs[-1]
+        while len(runs) > 1 and not runs[-1]:
+            runs.pop()
+        return Encoded(self.tokens[:length], runs)
+
+
+def of_labels(tokens: list[int], labels: Sequence[int]) -> Encoded:
+    """A sample with labels; -100 marks those that do not count."""
+    runs = [] if labels[0] == IGNORED else [0]
+    runs += [sum(1 for _ in stretch) for _, stretch in itertools.groupby(labels, lambda label: label != IGNORED)]
+    return Encoded(tokens, runs)
+
+
+class SampleWriter:
+    """Appends records; made by `sample_files`.
+
+    Attributes:
+        records: the number of records so far.
+        samples: the number of samples so far.
+    """
+
+    def __init__(self, tokens: _core.TokenWriter, runs: _core.TokenWriter, firsts: BinaryIO) -> None:
+        self._tokens, self._runs, self._firsts = tokens, runs, firsts
+        self.records = 0
+
+    @property
+    def samples(self) -> int:
+        return self._tokens.documents
+
+    def append(self, samples: Sequence[Encoded], begins: bool = True) -> None:
+        """Appends the samples of a record, or more of them."""
+        if begins:
+            self._firsts.write(self.samples.to_bytes(8, "little"))
+            self.records += 1
+        for sample in samples:
+            self._tokens.append(sample.tokens)
+            self._runs.append(sample.runs)
+
+
+@contextmanager
+def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[SampleWriter]:
+    """Gives a writer of the files of a folder; they are complete at the end.
+
+    Raises:
+        ValueError: no record was appended.
+        RoundPipeError: a file cannot be written.
+    """
+    with (
+        token_file(folder / _TOKENS, vocabulary) as tokens,
+        token_file(folder / _RUNS, max_length + 1) as runs,
+        open(folder / _RECORDS, "wb") as firsts,
+    ):
+        yield SampleWriter(tokens, runs, firsts)
+
+
+class SampleFiles:
+    """The files of a folder. Samples are read when they are asked for.
+
+    Args:
+        folder: that `sample_files` wrote.
+        pairs: whether two samples that were appended are one: a chosen and a rejected answer.
+
+    Raises:
+        ValueError: a file is not there, or does not belong to the others.
+        RoundPipeError: a file cannot be read, or is cut or damaged.
+    """
+
+    def __init__(self, folder: Path, pairs: bool) -> None:
+        self._tokens = _core.TokenFile(str(folder / _TOKENS))
+        self._runs = _core.TokenFile(str(folder / _RUNS))
+        self._pairs = pairs
+        try:
+            self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")
+        except (OSError, ValueError) as error:
+            raise ValueError(f"[data] cannot read {folder / _RECORDS}: {error}; prepare the data again") from None
+        if self._runs.documents != self._tokens.documents or int(self._firsts[-1]) > self._tokens.documents:
+            raise ValueError(f"[data] the files of {folder} do not belong together; prepare the data again")
+
+    def __len__(self) -> int:
+        return self._tokens.documents // (2 if self._pairs else 1)
+
+    @property
+    def records(self) -> int:
+        return len(self._firsts)
+
+    @property
+    def checksum(self) -> str:
+        """Differs if any token or label does."""
+        return f"{self._tokens.checksum:08x}{self._runs.checksum:08x}"
+
+    def largest_token(self, most: int) -> int:
+        """The largest token, if the files may hold one above `most`; else -1. Reads all tokens then."""
+        return self._tokens.largest() if self._tokens.vocabulary > most + 1 else -1
+
+    def samples_of(self, records: Numbers) -> Numbers:
+        """The numbers of the samples of these records, in this order."""
+        if self._pairs:
+            return records
+        begins = self._firsts[records].astype(np.int64)
+        last = records + 1 == self.records
+        ends = np.where(last, len(self), self._firsts[np.where(last, 0, records + 1)]).astype(np.int64)
+        counts = ends - begins
+        offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        samples: Numbers = np.repeat(begins, counts) + offsets
+        return samples
+
+    def lengths(self, samples: Numbers) -> Numbers:
+        """Tokens of these samples; of a pair, both answers' together."""
+        if self._pairs:
+            return self._tokens.lengths(2 * samples) + self._tokens.lengths(2 * samples + 1)
+        return self._tokens.lengths(samples)
+
+    def sample(self, number: int) -> dict[str, Any]:
+        """A sample's `input_ids` and `labels`; of a pair, those of `chosen` and of `rejected`."""
+        if self._pairs:
+            return {"chosen": self._document(2 * number), "rejected": self._document(2 * number + 1)}
+        return self._document(number)
+
+    def _document(self, number: int) -> dict[str, torch.Tensor]:
+        tokens, runs = self._tokens.document(number), self._runs.document(number)
+        counts = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
+        labels = np.where(counts, tokens, IGNORED)
+        return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}

@@ -1,0 +1,154 @@
+"""What records mean, by their members, and what is wrong with those that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.records.formats import Pair, Text, Tokens, format_of, item_of
+from roundpipe.data.records.options import Format
+from roundpipe.data.records.reading import Record
+
+ASKED = {"role": "user", "content": "q"}
+ANSWERED = {"role": "assistant", "content": "a"}
+OTHER = {"role": "assistant", "content": "b"}
+SYSTEM = {"role": "system", "content": "s"}
+TURN = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+
+
+def item(value: Any, form: Format | None = None) -> Any:
+    found = form or format_of(value, "here")
+    assert found is not None
+    return item_of(Record(value, "here"), found)
+
+
+CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "messages": ({"messages": [SYSTEM, ASKED, ANSWERED], "text": "rendered"}, [SYSTEM, ASKED, ANSWERED]),
+    "messages as JSON": ({"messages": json.dumps([ASKED, ANSWERED])}, [ASKED, ANSWERED]),
+    "parts": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, ANSWERED]},
+        [ASKED, ANSWERED],
+    ),
+    "sharegpt": ({"conversations": TURN}, [ASKED, ANSWERED]),
+    "sharegpt with a system": ({"system": "s", "conversations": TURN}, [SYSTEM, ASKED, ANSWERED]),
+    "prompt": ({"prompt": "q", "completion": "a"}, [ASKED, ANSWERED]),
+    "prompt of messages": ({"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]}, [SYSTEM, ASKED, ANSWERED]),
+    "instruction": ({"instruction": "q", "input": "", "output": "a"}, [ASKED, ANSWERED]),
+    "instruction with a past": (
+        {"instruction": "q", "input": "more", "output": "a", "history": [["q", "a"]], "system": "s"},
+        [SYSTEM, ASKED, ANSWERED, {"role": "user", "content": "q\n\nmore"}, ANSWERED],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CONVERSATIONS))
+def test_conversations(name: str) -> None:
+    value, messages = CONVERSATIONS[name]
+    found = item(value)
+    assert isinstance(found, Conversation) and found.messages == messages
+    assert found.first_learnt == (2 if name == "prompt of messages" else 0)
+
+
+def test_tools_and_options_are_handed_on() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    for written in (tools, json.dumps(tools)):
+        found = item({"messages": [ASKED, ANSWERED], "tools": written, "chat_template_kwargs": {"think": False}})
+        assert found.tools == tools and found.template_options == {"think": False}
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "texts": {"prompt": "q", "chosen": "a", "rejected": "b"},
+    "answers": {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]},
+    "whole": {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+    "whole, with the prompt": {"prompt": "q", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+}
+
+
+@pytest.mark.parametrize("name", list(PAIRS))
+def test_pairs(name: str) -> None:
+    found = item(PAIRS[name])
+    assert isinstance(found, Pair)
+    assert (found.chosen.messages, found.rejected.messages) == ([ASKED, ANSWERED], [ASKED, OTHER])
+    assert found.chosen.first_learnt == found.rejected.first_learnt == 1
+
+
+def test_answers_that_both_share_are_a_prompt() -> None:
+    found = item({"chosen": [ASKED, ANSWERED, ASKED, ANSWERED], "rejected": [ASKED, ANSWERED, ASKED, OTHER]})
+    assert found.chosen.first_learnt == 3
+
+
+def test_texts_and_tokens() -> None:
+    assert item({"text": "t"}) == item("t") == Text("t")
+    assert item({"input_ids": [1, 2]}) == Tokens([1, 2], [1, 2])
+    assert item({"input_ids": "[1, 2]", "labels": [-100, 2], "attention_mask": [1, 1]}) == Tokens([1, 2], [-100, 2])
+
+
+def test_formats_that_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r"\[data\] here may be read as preference or as messages, .* \(--format\)"):
+        format_of({"messages": [], "chosen": [], "rejected": []}, "here")
+    assert format_of({"prompt": "p", "messages": []}, "here") == "messages"
+    assert format_of({"body": "x"}, "here") is None and format_of(3, "here") is None
+    assert format_of({"messages": None, "text": "x"}, "here") == "text"
+
+
+BROKEN = [
+    ("messages", {"text": "x"}, "a record without messages", "has the members text"),
+    ("messages", [1], "no object", "is a list"),
+    ("messages", "x", "a text, not a record of messages", ""),
+    ("messages", {"messages": "x"}, "no list of messages", ""),
+    ("messages", {"messages": "[x"}, "messages that are a text and not JSON", ""),
+    ("messages", {"messages": [ASKED, ASKED]}, "the role 'user' behind 'user'", "message 1"),
+    ("messages", {"messages": [{"role": "bot", "content": ""}]}, "a role that is not known", "'bot'"),
+    ("messages", {"messages": [{"role": "user"}]}, "a message without role or content", "message 0"),
+    ("messages", {"messages": [{**ASKED, "content": [{"type": "image"}]}]}, "a content that is no text", "is a list"),
+    ("messages", {"messages": [ASKED, {**ANSWERED, "weight": 2}]}, "a weight other than 0 and 1", "weight 2"),
+    ("messages", {"messages": [ASKED, ANSWERED], "tools": "x"}, "tools that are no list of objects", ""),
+    ("messages", {"messages": [ASKED, {**ANSWERED, "content": "\ud83d"}]}, "half of a surrogate pair in a text", ""),
+    ("sharegpt", {"conversations": [{"from": "bot"}]}, "a speaker that is not known", "'bot'"),
+    ("sharegpt", {"conversations": ["x"]}, "a turn that is no object", "turn 0"),
+    ("prompt", {"prompt": 3, "completion": "a"}, "a content that is no text", "is a int"),
+    ("instruction", {"instruction": "q", "output": "a", "history": ["x"]}, "a history that is no list of pairs", ""),
+    ("text", {"text": 3}, "a text that is no text", "int"),
+    ("text", {"text": "\udc00"}, "half of a surrogate pair in a text", ""),
+    ("preference", {"chosen": "a", "rejected": "b"}, "a pair of texts without prompt", ""),
+    ("preference", {"prompt": "q", "chosen": "a", "rejected": "a"}, "chosen and rejected are equal", ""),
+    ("preference", {"prompt": "q", "chosen": 1, "rejected": 2}, "chosen or rejected that are neither texts nor", ""),
+    ("preference", {"prompt": 1, "chosen": "a", "rejected": "b"}, "a prompt that is neither text nor messages", ""),
+    (
+        "preference",
+        {"prompt": "p", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+        "chosen and rejected that do not follow the prompt",
+        "",
+    ),
+    ("preference", {"chosen": [ASKED, ANSWERED], "rejected": [SYSTEM, ASKED, OTHER]}, "that do not begin alike", ""),
+    ("tokens", {"input_ids": "x"}, "input_ids that are no list of numbers", ""),
+    ("tokens", {"input_ids": [1, True]}, "input_ids that are no list of numbers", ""),
+    ("tokens", {"input_ids": [1, 2], "labels": [1]}, "labels that are not one number a token", ""),
+    ("tokens", {"input_ids": [1, 2], "labels": [2, -100]}, "labels that are neither -100 nor the token", "not shifted"),
+    ("tokens", {"input_ids": [1, 2], "attention_mask": [1, 0]}, "an attention_mask other than ones", "padding"),
+]
+EMPTY = [
+    ("messages", {"messages": []}, "no messages"),
+    ("messages", {"messages": [ASKED]}, "no answer of the assistant"),
+    ("messages", {"messages": [ASKED, {**ANSWERED, "weight": 0}]}, "no answer of the assistant"),
+    ("prompt", {"prompt": [ASKED, ANSWERED], "completion": [ASKED]}, "no answer of the assistant"),
+    ("text", {"text": " \n"}, "no text"),
+    ("tokens", {"input_ids": []}, "no tokens"),
+]
+
+
+@pytest.mark.parametrize(("form", "value", "reason", "detail"), BROKEN)
+def test_broken_records(form: Format, value: Any, reason: str, detail: str) -> None:
+    with pytest.raises(UnusableError) as found:
+        item(value, form)
+    assert found.value.kind == "broken" and reason in found.value.reason and detail in str(found.value)
+
+
+@pytest.mark.parametrize(("form", "value", "reason"), EMPTY)
+def test_empty_records(form: Format, value: Any, reason: str) -> None:
+    with pytest.raises(UnusableError) as found:
+        item(value, form)
+    assert (found.value.kind, found.value.reason) == ("empty", reason)
