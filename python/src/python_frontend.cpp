@@ -115,7 +115,7 @@ std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, cons
   const InterpreterLock lock;
   try {
     const py::object told =
-        py::module_::import("roundpipe.memory.out_of_memory").attr("said")(exception_object(error), lines);
+        py::module_::import("roundpipe.model.memory.out_of_memory").attr("said")(exception_object(error), lines);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(told.ptr())), told.ptr());
     python_error thrown;
     thrown.persist();
@@ -128,7 +128,7 @@ std::exception_ptr PythonFrontend::explain(const std::exception_ptr& error, cons
 bool PythonFrontend::warn(const std::string& notice) {
   const InterpreterLock lock;
   try {
-    py::module_::import("roundpipe.memory.out_of_memory").attr("warn")(notice);
+    py::module_::import("roundpipe.model.memory.out_of_memory").attr("warn")(notice);
     return true;
   } catch (py::error_already_set& raised) {
     throw_python_error(raised);

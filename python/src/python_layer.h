@@ -8,7 +8,7 @@
 
 namespace roundpipe::python {
 
-// A layer written in Python. `object` is a roundpipe.layers.shell.PythonLayer: name, parameters(), buffers(),
+// A layer written in Python. `object` is a roundpipe.following.layers.shell.PythonLayer: name, parameters(), buffers(),
 // mode_key(), attributes() and make_shell(device). The layer and its shells take the interpreter lock for each call.
 // REQUIRES: the interpreter lock.
 std::unique_ptr<runtime::Layer> make_python_layer(pybind11::object object);

@@ -1,6 +1,7 @@
 #include <roundpipe/api/microbatches.h>
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/stack.h>
 #include <c10/util/Exception.h>
 
@@ -181,6 +182,14 @@ Values merged(const std::vector<Values>& outputs, c10::Device device) {
         throw std::invalid_argument(concat("[outputs] tensor ", i, " of the microbatches cannot be concatenated: ",
                                            error.what_without_backtrace(), "; use Model::forward_microbatches"));
       }
+    } else if (first.scalar_type() == at::kBool) {
+      for (const at::Tensor& part : parts) {
+        if (at::equal(part, first)) continue;
+        throw std::invalid_argument(concat("[outputs] tensor ", i,
+                                           " is true in some microbatches and false in others, expected the same in "
+                                           "all; use Model::forward_microbatches"));
+      }
+      whole.tensors[i] = first;
     } else {
       const at::Tensor stacked = at::stack(parts);
       whole.tensors[i] = stacked.is_floating_point() || stacked.is_complex()

@@ -78,8 +78,9 @@ std::vector<runtime::LossRows> loss_rows(const std::vector<runtime::Values>& inp
                                          const std::vector<Cut>& label_cuts);
 
 // Puts the outputs of microbatches together: tensors with dimensions are concatenated along dimension 0, scalars
-// averaged. What is not a tensor is taken from the first microbatch. Throws std::invalid_argument if the microbatches
-// returned different types or numbers of tensors, or tensors that cannot be concatenated.
+// averaged; truth values have to agree. What is not a tensor is taken from the first microbatch. Throws
+// std::invalid_argument if the microbatches returned different types or numbers of tensors, or tensors that cannot be
+// concatenated.
 runtime::Values merged(const std::vector<runtime::Values>& outputs, c10::Device device);
 
 }  // namespace detail

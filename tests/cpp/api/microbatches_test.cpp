@@ -124,6 +124,10 @@ TEST_SUITE("microbatches") {
     CHECK(at::equal(rows.select(1, 0), at::tensor({1.0F, 1.0F, 2.0F})));
     CHECK(mean.item<double>() == 1.5);
     CHECK(count.item<double>() == 3.5);
+    const Tensor yes = at::full({}, true, at::kBool);
+    CHECK(join<Tensor>(merged({split(yes), split(yes)}, c10::kCPU)).equal(yes));
+    CHECK_THROWS_WITH_AS(merged({split(yes), split(yes.logical_not())}, c10::kCPU),
+                         doctest::Contains("true in some microbatches"), std::invalid_argument);
     CHECK_THROWS_AS(merged({split(at::zeros({2, 2})), split(at::zeros({2, 3}))}, c10::kCPU), std::invalid_argument);
     CHECK_THROWS_AS(merged({split(at::zeros({2})), split(std::vector<Tensor>{at::zeros({2})})}, c10::kCPU),
                     std::invalid_argument);

@@ -34,7 +34,7 @@ from roundpipe.train.demo.verdict import Guessing, exact, fits, guess, learns, r
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
-PACKAGE_PARENT = Path(corpus_module.__file__).parents[2]
+PACKAGE_PARENT = Path(corpus_module.__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +474,7 @@ def test_interrupt_that_a_package_turns_into_an_error_is_one() -> None:
 
 
 def test_command_that_goes_on_is_there(tmp_path: Path) -> None:
-    for folder in (tmp_path, Path(__file__).parents[3]):
+    for folder in (tmp_path, Path(__file__).parents[4]):
         command = shlex.split(going_on(folder, tmp_path / "model", tmp_path / "chat.jsonl", 128).splitlines()[1])
         program = command[: command.index("train")]
         found = subprocess.run([*program, "--version"], cwd=folder, env=command_environment(), capture_output=True)
