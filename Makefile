@@ -206,7 +206,7 @@ test-mutants: build $(BUILD)/.with_tests $(VENV)/.test
 # optimizer against a plain loop. What only the engine decides (which plan, order or thread, what is refused) is the same
 # with any kernels and is left out: a third of the tests take a third of the time.
 NUMERIC := $(patsubst %,tests/python/%, \
-  $(addprefix behaviour/test_equality.py::,test_trains_like_the_loop test_any_plan) \
+  $(addprefix behaviour/test_equality_table.py::,test_trains_like_the_loop test_any_plan) \
   behaviour/test_equality_chains.py::test_branches_join \
   behaviour/test_equality_layouts.py::test_bits_are_those_of_the_loop_wherever_stages_are_cut \
   behaviour/test_equality_plans.py::test_compiled_layer behaviour/test_equality_steps.py::test_weights_of_16_bits \

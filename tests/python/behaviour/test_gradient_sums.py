@@ -1,5 +1,5 @@
 """Sums of gradients over groups of microbatches and over layers that share a parameter: what is refused, what moves for
-them, and what they take. test_equality.py has their bits."""
+them, and what they take. test_equality_table.py has their bits."""
 
 from __future__ import annotations
 
