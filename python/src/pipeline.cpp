@@ -241,13 +241,6 @@ void bind_pipeline(py::module_& module) {
             return to_string(pipeline.planner().cut_of(plan).value_or(schedule::to_cut(stages)));
           },
           py::arg("plan"))
-      .def(
-          "predicted_ms",
-          [](const Pipeline& pipeline, int microbatches, int gradient_groups, double scale) {
-            return pipeline.planner().predicted_ms(*Engine::current(), microbatches, gradient_groups, scale);
-          },
-          py::arg("microbatches"), py::arg("gradient_groups"), py::arg("scale"),
-          py::call_guard<py::gil_scoped_release>())
       .def("last_step_plan", &Pipeline::last_step_plan)
       .def("last_step_groups", &Pipeline::last_step_groups)
       .def("layer_bytes", [](const Pipeline& pipeline) { return runtime::layer_sizes(pipeline.model()); })

@@ -100,19 +100,19 @@ Batch on_host(Batch batch, const char* where) {
   return batch;
 }
 
-int count_of(const Batch& inputs, const RunOptions& options, int devices) {
+int count_of(const Batch& inputs, const RunOptions& options, int by_default) {
+  const std::optional<int> wanted = options.microbatches == kAutoMicrobatches ? std::nullopt : options.microbatches;
   if (inputs.is_cut) {
     if (inputs.parts.empty()) throw std::invalid_argument("[inputs] there are no microbatches, expected at least one");
     const int count = static_cast<int>(inputs.parts.size());
-    if (options.microbatches && *options.microbatches != count) {
+    if (wanted && *wanted != count) {
       throw std::invalid_argument(concat("[inputs] the batch is cut into ", count,
-                                         " microbatches, and the options ask for ", *options.microbatches,
+                                         " microbatches, and the options ask for ", *wanted,
                                          ", expected the same number or none"));
     }
     return count;
   }
-  return InputCut(leaves_of(inputs.parts.front(), options.cut_inputs, "inputs"))
-      .count(options.microbatches, default_microbatches(devices));
+  return InputCut(leaves_of(inputs.parts.front(), options.cut_inputs, "inputs")).count(wanted, by_default);
 }
 
 std::vector<Values> cut_inputs(const Batch& inputs, int count, const std::vector<Cut>& cuts) {

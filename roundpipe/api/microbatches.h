@@ -60,9 +60,9 @@ Batch batch_of(T value, bool is_call) {
 // is not dense and strided. `where`: begins the message.
 Batch on_host(Batch batch, const char* where);
 
-// How many microbatches the inputs make. Inputs that are cut decide it. Otherwise it is the wanted number or, unless
-// `options` ask for one, the default; at most the batch's rows. Throws std::invalid_argument if there are none.
-int count_of(const Batch& inputs, const RunOptions& options, int devices);
+// How many microbatches the inputs make. Inputs that are cut decide it. Otherwise it is the number that `options` ask
+// for, else `by_default`; at most the batch's rows. Throws std::invalid_argument if there are none.
+int count_of(const Batch& inputs, const RunOptions& options, int by_default);
 
 // Cuts inputs into `count` parts: views, so gradients flow back; see runtime::InputCut. Warns of tensors that go whole
 // to every microbatch for their size alone. Throws std::invalid_argument as that does, and for another number of parts

@@ -11,12 +11,14 @@
 #include <torch/nn/utils/clip_grad.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/call/loss_reduction.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
+#include <roundpipe/training/microbatch_choice.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -108,6 +110,7 @@ Model& Model::operator=(Model&& other) noexcept {
   children_ = std::move(other.children_);
   run_options_ = std::move(other.run_options_);
   arithmetic_ = other.arithmetic_;
+  auto_microbatches_ = other.auto_microbatches_;
   return *this;
 }
 
@@ -127,9 +130,8 @@ std::vector<Values> Model::run(detail::Batch inputs, RunOptions options) {
   publish_written();
   inputs = detail::on_host(std::move(inputs), "forward");
   if (ModelCore::makes_graph(options)) refuse_gradient_hooks(parameter_names());
-  const int count = detail::count_of(inputs, options, device_count());
   CallArguments cut;
-  cut.inputs = detail::cut_inputs(inputs, count, options.cut_inputs);
+  cut.inputs = detail::cut_inputs(inputs, count_of(inputs, options), options.cut_inputs);
   return core().forward(cut, std::move(options));
 }
 
@@ -142,16 +144,41 @@ CallArguments Model::arguments(const char* where, detail::Batch inputs, detail::
   refuse_gradient_hooks(parameter_names());
   inputs = detail::on_host(std::move(inputs), where);
   labels = detail::on_host(std::move(labels), where);
-  const int count = detail::count_of(inputs, options, device_count());
-  CallArguments cut;
-  cut.inputs = detail::cut_inputs(inputs, count, options.cut_inputs);
-  cut.labels = detail::cut_labels(labels, inputs, count, options);
-  cut.loss = loss;
-  cut.call_loss = make_loss(std::move(loss),
-                            detail::loss_rows(cut.inputs, inputs.is_cut ? std::vector<Cut>() : options.cut_inputs,
-                                              cut.labels, labels.is_cut ? std::vector<Cut>() : options.cut_labels),
-                            options.loss_reduction);
-  return cut;
+  const auto cut_into = [&](int count) {
+    CallArguments cut;
+    cut.inputs = detail::cut_inputs(inputs, count, options.cut_inputs);
+    cut.labels = detail::cut_labels(labels, inputs, count, options);
+    cut.loss = loss;
+    cut.call_loss = make_loss(loss,
+                              detail::loss_rows(cut.inputs, inputs.is_cut ? std::vector<Cut>() : options.cut_inputs,
+                                                cut.labels, labels.is_cut ? std::vector<Cut>() : options.cut_labels),
+                              options.loss_reduction);
+    return cut;
+  };
+  return cut_into(count_to_train(inputs, options, cut_into));
+}
+
+int Model::count_of(const detail::Batch& inputs, const RunOptions& options) const {
+  const bool chosen = options.microbatches == kAutoMicrobatches && auto_microbatches_;
+  return detail::count_of(inputs, options, chosen ? *auto_microbatches_ : default_microbatches(device_count()));
+}
+
+int Model::count_to_train(const detail::Batch& inputs, const RunOptions& options,
+                          const std::function<CallArguments(int count)>& cut) {
+  if (options.microbatches != kAutoMicrobatches || auto_microbatches_ || inputs.is_cut)
+    return count_of(inputs, options);
+  const int most = detail::count_of(inputs, options, kMostMicrobatches);
+  const MicrobatchChoice chosen = choose_microbatches(pipeline(), most, options.gradient_groups,
+                                                      [&](int count) { return core().fits(cut(count), options); });
+  tell_user(concat("[model] the number of microbatches of ", name(), " is ", chosen.count, " (", chosen.reason, ")"));
+  auto_microbatches_ = chosen.count;
+  return chosen.count;
+}
+
+void Model::set_auto_microbatches(std::optional<int> count) {
+  if (count && *count < 1)
+    throw std::invalid_argument(concat("[model] auto_microbatches is ", *count, ", expected at least 1 or none"));
+  auto_microbatches_ = count;
 }
 
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,

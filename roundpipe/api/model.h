@@ -168,6 +168,11 @@ class Model : public HostWeights {
 
   // The options of calls that are given none; may be changed.
   RunOptions& run_options();
+  // The number that kAutoMicrobatches stands for, once the first training call has chosen it; that call says it, with
+  // the reason, through tell_user(). A checkpoint restores it, since it belongs to the bits.
+  const std::optional<int>& auto_microbatches() const { return auto_microbatches_; }
+  // Throws std::invalid_argument for less than 1.
+  void set_auto_microbatches(std::optional<int> count);
   const std::string& name() const;
   int layers() const;
   std::optional<Arithmetic> arithmetic() const { return arithmetic_; }
@@ -192,6 +197,8 @@ class Model : public HostWeights {
   void set_calls(uint64_t calls);
 
  private:
+  friend class LanguageModel;  // cuts its batches itself
+
   template <typename... Arguments>
   static detail::Batch packed(Arguments... arguments) {
     if constexpr (sizeof...(Arguments) == 1) {
@@ -206,6 +213,11 @@ class Model : public HostWeights {
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
   CallArguments arguments(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                           const RunOptions& options);
+  // How many microbatches a call makes of the inputs, by the options or by default.
+  int count_of(const detail::Batch& inputs, const RunOptions& options) const;
+  // The same for training. If the planner is to choose the number and has not, it does, by the calls that `cut` makes.
+  int count_to_train(const detail::Batch& inputs, const RunOptions& options,
+                     const std::function<CallArguments(int count)>& cut);
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                      RunOptions options, bool keep_outputs, bool refuses_nan_early);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
@@ -216,6 +228,7 @@ class Model : public HostWeights {
   std::vector<std::shared_ptr<torch::nn::Module>> children_;
   RunOptions run_options_;
   std::optional<Arithmetic> arithmetic_;
+  std::optional<int> auto_microbatches_;
 };
 
 // A batch that Model::submit has started. What its loss refers to lives until finish() or Model::synchronize() is over.

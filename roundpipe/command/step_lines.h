@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/runs/run_folders.h>
 
 namespace roundpipe {

@@ -1,6 +1,7 @@
 #include <roundpipe/core/frontend.h>
 
 #include <atomic>
+#include <cstdio>
 #include <utility>
 #include <vector>
 
@@ -25,6 +26,10 @@ std::string Frontend::said(const std::exception& error) {
 Frontend& frontend() {
   Frontend* const set = current.load();
   return set != nullptr ? *set : defaults();
+}
+
+void tell_user(const std::string& notice) {
+  if (!frontend().warn(notice)) std::fprintf(stderr, "%s\n", notice.c_str());
 }
 
 void set_frontend(std::unique_ptr<Frontend> given) {

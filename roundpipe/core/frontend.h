@@ -56,6 +56,9 @@ class ROUNDPIPE_API Frontend {
 // The frontend that was set or, without one, the defaults.
 Frontend& frontend();
 
+// Frontend::warn, or stderr. On the caller's thread.
+void tell_user(const std::string& notice);
+
 // Sets the frontend; null restores the defaults. Call this once, before any thread of the engine starts. A previous
 // frontend is kept alive, because threads may still use it.
 void set_frontend(std::unique_ptr<Frontend> given);

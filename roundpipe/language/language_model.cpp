@@ -16,7 +16,7 @@
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/model_folder.h>
 #include <roundpipe/language/weight_files.h>
-#include <roundpipe/runtime/engine.h>
+#include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
 
@@ -99,8 +99,10 @@ struct LanguageModel::Core {
                     const language::WrittenValue& written);
   Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels);
   Microbatches<Tokens> to_train(const char* where, const LanguageBatch& batch);
-  // Cuts a batch as the model would, and finds each microbatch's documents before it leaves the host.
+  // Cuts a batch as the model would.
   Microbatches<Tokens> cut(Tokens tokens);
+  // The same, into so many. Finds each microbatch's documents before it leaves the host.
+  Microbatches<Tokens> cut(const detail::Batch& batch, int count);
   RunOptions options_of_cut();
 
   std::string folder;
@@ -215,15 +217,22 @@ Tokens LanguageModel::Core::checked(const char* where, const LanguageBatch& batc
 Microbatches<Tokens> LanguageModel::Core::to_train(const char* where, const LanguageBatch& batch) {
   Tokens tokens = checked(where, batch, true);
   tokens.training = true;
-  return cut(std::move(tokens));
+  const detail::Batch whole = detail::batch_of(std::move(tokens), /*is_call=*/false);
+  const RunOptions options = model->run_options();
+  return cut(whole, model->count_to_train(whole, options, [&](int count) {
+    return model->arguments(where, detail::batch_of(cut(whole, count), true), detail::batch_of(std::tuple<>(), false),
+                            loss_function<std::tuple<>>(loss_by(nullptr)), options);
+  }));
 }
 
 Microbatches<Tokens> LanguageModel::Core::cut(Tokens tokens) {
-  const detail::Batch batch = detail::batch_of(std::move(tokens), /*is_call=*/false);
-  const RunOptions& options = model->run_options();
-  const int count = detail::count_of(batch, options, runtime::Engine::current()->pool_size());
+  const detail::Batch whole = detail::batch_of(std::move(tokens), /*is_call=*/false);
+  return cut(whole, model->count_of(whole, model->run_options()));
+}
+
+Microbatches<Tokens> LanguageModel::Core::cut(const detail::Batch& batch, int count) {
   Microbatches<Tokens> microbatches;
-  for (const runtime::Values& part : detail::cut_inputs(batch, count, options.cut_inputs)) {
+  for (const runtime::Values& part : detail::cut_inputs(batch, count, model->run_options().cut_inputs)) {
     Tokens& made = microbatches.values.emplace_back(join<Tokens>(part));
     made.documents = std::make_shared<ops::Documents>(
         ops::find_documents(made.attention_mask, made.positions, made.ids.size(0), made.ids.size(1), made.labels));

@@ -7,6 +7,7 @@
 #include <roundpipe/checkpoint/fall_back.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/runs/model_parts.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/random_states.h>
@@ -44,8 +45,11 @@ struct Request {
 };
 
 LoadedTraining training_of(const Request& request) {
+  TrainedModel model = parts_of(request.model);
+  // A number that was chosen may be another one.
+  if (request.model.run_options().microbatches == kAutoMicrobatches) model.microbatches.reset();
   LoadedTraining training{.names = names_of(request.model, {}),
-                          .models = {parts_of(request.model)},
+                          .models = {std::move(model)},
                           .pipelines = {request.model.shared_pipeline()},
                           .is_fused = request.fused != nullptr,
                           .schedules = request.fused == nullptr ? 0 : schedules_of(*request.fused).size(),
@@ -147,7 +151,10 @@ Loaded load_one(const std::string& folder, const Request& request) {
   else
     load_plain_part(load, request, groups);
   const LoadedModel goes_on = load.load_rest(tell_user).at(0);
-  if (goes_on.microbatches) model.run_options().microbatches = goes_on.microbatches;
+  if (goes_on.microbatches && model.run_options().microbatches == kAutoMicrobatches)
+    model.set_auto_microbatches(goes_on.microbatches);
+  else if (goes_on.microbatches)
+    model.run_options().microbatches = goes_on.microbatches;
   if (goes_on.chunk_logit_bytes) model.run_options().chunk_logit_bytes = goes_on.chunk_logit_bytes;
   if (request.scaler != nullptr) request.scaler->resume(scale, /*losses_wait=*/!load.own().gradients().empty());
   restore_random_states(load.random());

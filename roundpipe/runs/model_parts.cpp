@@ -17,7 +17,9 @@ TrainedModel parts_of(Model& model) {
   const RunOptions& options = model.run_options();
   TrainedModel parts{.pipeline = model.shared_pipeline(),
                      .name = model.name(),
-                     .microbatches = options.microbatches.value_or(default_microbatches(pool->pool_size())),
+                     .microbatches = options.microbatches == kAutoMicrobatches
+                                         ? model.auto_microbatches()
+                                         : options.microbatches.value_or(default_microbatches(pool->pool_size())),
                      .chunk_logit_bytes = options.chunk_logit_bytes};
   if (options.chunk_logit_bytes && *options.chunk_logit_bytes <= 0)
     parts.chunk_logit_bytes = chunk_logit_bytes(pool->worker(0).device().is_virtual());

@@ -2,7 +2,6 @@
 
 #include <sys/stat.h>
 
-#include <cstdio>
 #include <filesystem>
 #include <map>
 #include <utility>
@@ -44,10 +43,6 @@ Folders& folders() {
 }
 
 }  // namespace
-
-void tell_user(const std::string& notice) {
-  if (!frontend().warn(notice)) std::fprintf(stderr, "%s\n", notice.c_str());
-}
 
 std::string real_path(const std::string& folder) {
   const std::filesystem::path path = std::filesystem::weakly_canonical(std::filesystem::absolute(folder));

@@ -55,7 +55,5 @@ void note_save(const std::string& path, std::shared_ptr<device::Event> over);
 void wait_for_saves(const std::string& folder);
 // Waits for the last saves into all of them, as a process does when it ends. Interruptible.
 void wait_for_all_saves();
-// Frontend::warn, or stderr.
-void tell_user(const std::string& notice);
 
 }  // namespace roundpipe

@@ -12,6 +12,7 @@
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/runs/capture.h>

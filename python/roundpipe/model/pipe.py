@@ -42,7 +42,6 @@ from roundpipe.model.step.torch_steps import TorchSteps
 from roundpipe.model.step_call import check_gradients, check_step_call
 from roundpipe.model.stepped import SteppedModel
 from roundpipe.model.timer import print_times
-from roundpipe.plan.performance.microbatches import choose
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
@@ -423,10 +422,10 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
             request = with_number(count)
             return self._model_core.fits(request.arguments(), request.options())
 
-        most = len(with_number(preparation.MOST_MICROBATCHES).batch)
+        most = len(with_number(_core.MOST_MICROBATCHES).batch)
         with torch.inference_mode(False), torch.enable_grad():
             groups = preparation.config.gradient_groups
-            chosen = choose(self._pipeline, most, groups, fits)
+            chosen = _core.choose_microbatches(self._pipeline, most, groups, fits)
         print(f'[RoundPipe] num_microbatch="auto" of {self._name} is {chosen.count} ({chosen.reason})', file=sys.stderr)
         self.auto_microbatches = chosen.count
         return with_number(chosen.count)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
 from roundpipe.distributed.loss_counts import CallCount
@@ -49,9 +49,6 @@ class Preparation:
         followed: the language model that the layers come from, if they do.
         config: the call's options.
     """
-
-    # Of a call of which the planner chooses the number.
-    MOST_MICROBATCHES: ClassVar[int] = 256
 
     name: str
     layers: int

@@ -1,3 +1,6 @@
+#include <pybind11/functional.h>
+
+#include <roundpipe/training/microbatch_choice.h>
 #include <roundpipe/training/model_core.h>
 
 #include "bindings.h"
@@ -77,6 +80,12 @@ void bind_model_core(py::module_& module) {
       .attribute("recompute_grain", &MemoryPrediction::recompute_grain)
       .attribute("activations", &MemoryPrediction::activations)
       .def("text", &MemoryPrediction::text);
+  ValueClass<MicrobatchChoice>(module, "MicrobatchChoice")
+      .attribute("count", &MicrobatchChoice::count)
+      .attribute("reason", &MicrobatchChoice::reason);
+  module.attr("MOST_MICROBATCHES") = kMostMicrobatches;
+  module.def("choose_microbatches", &choose_microbatches, py::arg("pipeline"), py::arg("most"), py::arg("groups"),
+             py::arg("fits"), py::call_guard<py::gil_scoped_release>());
   py::class_<PendingCall, std::shared_ptr<PendingCall>>(module, "PendingCall")
       .def("finish", &PendingCall::finish, py::call_guard<py::gil_scoped_release>())
       .def("records", &PendingCall::records);

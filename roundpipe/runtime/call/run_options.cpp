@@ -11,7 +11,8 @@ void check(const RunOptions& options) {
     if (number >= least) return;
     throw std::invalid_argument(concat("[options] ", name, " is ", number, ", expected at least ", least));
   };
-  if (options.microbatches) require("microbatches", *options.microbatches, 1);
+  if (options.microbatches && *options.microbatches != kAutoMicrobatches)
+    require("microbatches", *options.microbatches, 1);
   require("gradient_groups", options.gradient_groups, 1);
   require("verify_every", options.verify_every, 0);
 }

@@ -49,11 +49,15 @@ namespace roundpipe {
 using runtime::Cut;
 using runtime::LossReduction;
 
+// See RunOptions::microbatches.
+inline constexpr int kAutoMicrobatches = -1;
+
 // Options of one call. A model has its own, which a call uses unless it is given others.
 struct RunOptions {
   // Whether outputs carry gradients; unset: the grad mode at the call.
   std::optional<bool> requires_grad = std::nullopt;
   // The number of microbatches of a batch; unset: one more than there are devices, or fewer for a batch of fewer rows.
+  // kAutoMicrobatches: the planner chooses, once, for the first training call; see Model::auto_microbatches.
   std::optional<int> microbatches = std::nullopt;
   // Microbatches are cut into so many consecutive groups, and gradients are summed within each group, then over the
   // groups. Devices may share a trainable layer by whole groups. See schedule::GradientGroups.

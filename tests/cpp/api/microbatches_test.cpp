@@ -27,18 +27,18 @@ using Rows = std::vector<std::vector<int64_t>>;
 TEST_SUITE("microbatches") {
   TEST_CASE("the number of microbatches") {
     RunOptions options;
-    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 3) == 4);
-    CHECK(count_of(pair_of(at::zeros({2, 2}), at::zeros({2})), options, 3) == 2);
-    CHECK(count_of(batch_of(at::zeros({}), true), options, 3) == 1);
+    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 4) == 4);
+    CHECK(count_of(pair_of(at::zeros({2, 2}), at::zeros({2})), options, 4) == 2);
+    CHECK(count_of(batch_of(at::zeros({}), true), options, 4) == 1);
     options.microbatches = 5;
-    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 3) == 5);
-    CHECK(count_of(pair_of(at::zeros({4, 2}), at::zeros({4})), options, 3) == 4);
-    CHECK(count_of(batch_of(at::zeros({}), true), options, 3) == 5);
-    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{}, true), options, 3), std::invalid_argument);
-    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), options, 3),
+    CHECK(count_of(pair_of(at::zeros({9, 2}), at::zeros({9})), options, 4) == 5);
+    CHECK(count_of(pair_of(at::zeros({4, 2}), at::zeros({4})), options, 4) == 4);
+    CHECK(count_of(batch_of(at::zeros({}), true), options, 4) == 5);
+    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{}, true), options, 4), std::invalid_argument);
+    CHECK_THROWS_AS(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1})}}, true), options, 4),
                     std::invalid_argument);
     options.microbatches.reset();
-    CHECK(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1}), at::zeros({7})}}, true), options, 3) == 2);
+    CHECK(count_of(batch_of(Microbatches<Tensor>{{at::zeros({1}), at::zeros({7})}}, true), options, 4) == 2);
   }
 
   TEST_CASE("inputs are cut along the batch, larger parts first") {

@@ -252,6 +252,24 @@ TEST_SUITE("checkpoint") {
     }
   }
 
+  TEST_CASE("a number of microbatches that was chosen is the checkpoint's") {
+    const Folder folder;
+    set_devices("virtual:2");
+    Training training;
+    training.model.run_options().microbatches = kAutoMicrobatches;
+    training.run(1, false);
+    const int chosen = training.model.auto_microbatches().value();
+    save_checkpoint(folder.path(), training.model, training.optimizer).wait();
+    const std::vector<Tensor> losses = training.run(1, false);
+    Training resumed;
+    resumed.model.run_options().microbatches = kAutoMicrobatches;
+    resumed.model.set_auto_microbatches(chosen + 1);
+    load_checkpoint(folder.path(), resumed.model, resumed.optimizer);
+    CHECK(resumed.model.auto_microbatches() == chosen);
+    CHECK(resumed.model.run_options().microbatches == kAutoMicrobatches);
+    check_same(resumed.run(1, false), losses);
+  }
+
   TEST_CASE("copies that functions step are saved and go on, with what calls do not read yet") {
     struct Copied {
       explicit Copied(at::ScalarType dtype) : layers(Training::seeded(dtype)), model(layers) {

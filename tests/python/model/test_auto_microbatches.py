@@ -1,4 +1,4 @@
-"""How many microbatches the planner chooses: once, within the batch, and the same again."""
+"""`num_microbatch="auto"`, whose choice is C++'s."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
 
 AUTO = RoundPipeRunConfig(num_microbatch="auto")
@@ -41,36 +40,17 @@ def test_it_is_chosen_once_and_said_with_its_reason(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.usefixtures("two_devices")
-def test_the_same_model_and_batch_get_the_same_number_and_a_resumed_run_its_own() -> None:
-    assert train(model_of(), 32) == train(model_of(), 32)
-    resumed = model_of()
-    resumed.auto_microbatches = 5
-    assert train(resumed, 32) == 5
-
-
-@pytest.mark.usefixtures("two_devices")
-def test_rows_bound_it_and_evaluation_does_not_choose() -> None:
-    model = model_of()
-    with torch.no_grad():
-        model(torch.ones(2, 16))
-    assert model.auto_microbatches is None
-    assert train(model, 2) == 2
-    assert model.auto_microbatches == 2
-
-
 @pytest.mark.usefixtures("one_device")
-def test_one_call_may_ask_for_it_and_memory_may_need_more() -> None:
-    wide = model_of(None)
-    fixed = train(wide, 32)
+def test_one_call_may_ask_for_it_and_a_resumed_run_has_its_own() -> None:
+    model = model_of(None)
+    fixed = train(model, 32)
     assert fixed == 2  # devices + 1
-    assert train(wide, 32, AUTO) == wide.auto_microbatches
-    assert train(wide, 32) == fixed
-    roundpipe.devices("virtual:1,debug")
-    plenty = train(model_of(device_memory="1GB"), 4096)
-    roundpipe.devices("virtual:1,debug")
-    little = train(model_of(device_memory="300KB"), 4096)
-    assert plenty < little
+    with torch.no_grad():
+        model(torch.ones(2, 16), roundpipe_run_config=AUTO)
+    assert model.auto_microbatches is None  # evaluation does not choose
+    model.auto_microbatches = 5
+    assert train(model, 32, AUTO) == 5
+    assert train(model, 32) == fixed
 
 
 @pytest.mark.usefixtures("one_device")
