@@ -27,7 +27,7 @@ FACES = {
     "models of Python are followed through their own code, those of C++ are its own": ("LanguageModel",),
     "a save, as the steps of Python see it": ("StateReader",),
     "the loop of a command: data and trackers of Python, none of them in C++": (
-        *("Training", "RunFolder", "StopSignal", "Microbatches"),
+        *("Training", "RunFolder", "StopSignal"),
     ),
 }
 # The same word for two things.
