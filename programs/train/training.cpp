@@ -325,6 +325,7 @@ void Training::log() {
     skipped_.add(record.step, made.skipped(), *record.loss_scale);
     record.skipped_steps = skipped_.count();
   }
+  record.busy = model_->model().busy_share();
   for (const DeviceInfo& device : devices()) record.device_bytes = std::max(record.device_bytes, device.peak_bytes);
   record.host_bytes = memory::resident_bytes();
   metrics_->add(metrics_line(record.step, record.metrics()));

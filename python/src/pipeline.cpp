@@ -228,6 +228,7 @@ void bind_pipeline(py::module_& module) {
           "machine", [](const Pipeline& pipeline) { return pipeline.planner().machine(*Engine::current()); },
           py::call_guard<py::gil_scoped_release>())
       .def("measured_steps", [](const Pipeline& pipeline) { return pipeline.planner().steps(); })
+      .def("busy_share", &Pipeline::busy_share, py::call_guard<py::gil_scoped_release>())
       .def(
           "planned",
           [](const Pipeline& pipeline, const schedule::Plan& plan) {

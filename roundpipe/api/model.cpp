@@ -273,6 +273,7 @@ int Model::layers() const { return pipeline().model().layer_count(); }
 const std::optional<schedule::Plan>& Model::last_plan() const { return pipeline().last_plan(); }
 const std::optional<schedule::Plan>& Model::last_step_plan() const { return pipeline().last_step_plan(); }
 schedule::LayerCosts Model::costs() const { return pipeline().planner().costs(); }
+std::optional<double> Model::busy_share() { return pipeline().busy_share(); }
 int64_t Model::verified_jobs() const { return pipeline().model().verified_jobs; }
 std::vector<runtime::ExecutionRecord> Model::last_records() const { return pipeline().last_records(); }
 

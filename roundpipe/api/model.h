@@ -182,6 +182,9 @@ class Model : public HostWeights {
   const std::optional<schedule::Plan>& last_step_plan() const;
   // What the calls so far have measured of each layer; estimates before.
   schedule::LayerCosts costs() const;
+  // The share of the latest training steps' time in which the devices computed, from 0 to 1; unset until two have been
+  // measured. Throws what work that still runs threw.
+  std::optional<double> busy_share();
   // When and where the last call ran what, so far.
   std::vector<runtime::ExecutionRecord> last_records() const;
   // How many jobs had the same bits on a second device, see RunOptions::verify_every.

@@ -35,6 +35,7 @@ constexpr double kLeastEffort = 20'000'000;
 constexpr std::int64_t kLittleEffort = 2'000'000;
 constexpr size_t kMostPlans = 16;
 constexpr size_t kMostSteps = 32;
+constexpr size_t kMostOfShare = 16;
 // Transfers matter if they take this share of a step's compute, however they are spread.
 constexpr double kLinksMatter = 0.02;
 constexpr double kEqualLayers = 0.1;  // layers of one size whose times differ by less are equal
@@ -171,6 +172,19 @@ void ModelPlanner::set_bytes(std::vector<int64_t> saved_bytes, std::vector<int64
   longer_ = {};
   fits_ = {};
   current_.clear();
+}
+
+std::optional<double> ModelPlanner::busy_share(int devices) const {
+  std::vector<double> shares;
+  const size_t first = std::max(steps_.size(), kMostOfShare + 1) - kMostOfShare;
+  for (size_t i = first; i < steps_.size(); ++i) {
+    const double length_ms = steps_[i].end_ms - steps_[i - 1].end_ms;
+    if (length_ms > 0) shares.push_back(steps_[i].busy_ms / length_ms);
+  }
+  if (shares.empty()) return std::nullopt;
+  std::ranges::sort(shares);
+  const double median = (shares[(shares.size() - 1) / 2] + shares[shares.size() / 2]) / 2;
+  return std::min(1.0, median / devices);
 }
 
 bool ModelPlanner::knows_costs() const { return meter_.knows(/*backward=*/true, kCallsToMeasure); }

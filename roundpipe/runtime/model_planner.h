@@ -98,6 +98,8 @@ class ModelPlanner {
   MeasuredMachine machine(Engine& engine) const { return machine(engine, engine.size()); }
   // The latest finished training steps, oldest first.
   const std::vector<MeasuredStep>& steps() const { return steps_; }
+  // The share of the latest steps' time in which `devices` computed, from 0 to 1; unset until two have been measured.
+  std::optional<double> busy_share(int devices) const;
   // The cut of a plan that next() has returned; empty for another, and for one that has been forgotten.
   std::optional<schedule::Cut> cut_of(const schedule::Plan& plan) const;
 

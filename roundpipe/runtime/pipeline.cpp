@@ -459,6 +459,11 @@ void Pipeline::finish_backward(const CallPtr& call) {
   expose();
 }
 
+std::optional<double> Pipeline::busy_share() {
+  raise_pending();
+  return planner_.busy_share(Engine::current()->size());
+}
+
 void Pipeline::raise_pending() {
   require_own_process();
   std::exception_ptr error;

@@ -71,6 +71,8 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
 
   // Throws the first error of earlier calls, if any.
   void raise_pending();
+  // See ModelPlanner; checks for errors.
+  std::optional<double> busy_share();
   // Waits until the losses of all calls are known; throws what such a call threw.
   void wait_losses();
   // Waits until no call is running; checks for errors.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from roundpipe import _core
 from roundpipe.model.pending import record_fields
-from roundpipe.plan.performance.step_report import StepReport, busy_share, report
+from roundpipe.plan.performance.step_report import StepReport, report
 from roundpipe.plan.performance.timeline import Timeline, timeline_of
 
 
@@ -94,7 +94,7 @@ class RunRecords:
         Raises:
             Exception: whatever a layer raised in work still running.
         """
-        return busy_share(self._pipeline)
+        return self._pipeline.busy_share()
 
     def host_bytes(self) -> int:
         """Host memory of weights and gradients, in bytes."""

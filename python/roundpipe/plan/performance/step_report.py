@@ -214,22 +214,6 @@ def _limit(step_ms: float, compute_ms: float, unlimited_ms: dict[str, float], ma
     return f"link of device {slow[0]} ({way})" if len(slow) == 1 else name
 
 
-def busy_share(pipeline: _core.Pipeline) -> float | None:
-    """The devices' busy share of the time of the latest steps, from 0 to 1; None until two have been measured.
-
-    Raises:
-        Exception: whatever a layer raised in work still running.
-    """
-    pipeline.raise_pending()
-    steps = pipeline.measured_steps()[-_MOST_MEASURED - 1 :]
-    shares = [
-        step.busy_ms / (step.end_ms - before.end_ms)
-        for before, step in itertools.pairwise(steps)
-        if step.end_ms > before.end_ms
-    ]
-    return min(1.0, statistics.median(shares) / len(_core.Engine.current())) if shares else None
-
-
 def report(pipeline: _core.Pipeline, name: str) -> StepReport:
     """Compares the steps of a model's last plan with what the simulator says of it.
 
