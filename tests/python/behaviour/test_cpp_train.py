@@ -97,6 +97,7 @@ def test_it_is_the_loop_of_plain_torch(train: Train, model: Path, tmp_path: Path
     optimizer = torch.optim.AdamW(groups)
     lines = metric_lines(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, len(rows) + 1))
+    assert 0 < lines[-1]["devices_busy"] <= 1
     for step, line in enumerate(lines):
         rate = 0.01 * min(1.0, (step + 1) / 2)
         two = [rows[(2 * step + place) % len(rows)] for place in range(2)]
