@@ -150,25 +150,8 @@ def test_inputs_that_are_not_where_they_belong(make: Callable[[], Any]) -> None:
             model.forward_backward((torch.ones(4, 6),), loss_fn=lambda outputs, _: outputs.sum())
 
 
-@both
-def test_training_in_eval_mode_warns_once(make: Callable[[], Any]) -> None:
-    model = make().eval()
-
-    def call() -> Any:
-        return model.forward_backward((torch.ones(4, 6),), loss_fn=lambda outputs, _: outputs.sum())
-
-    with pytest.warns(UserWarning, match=r"model.train\(\)"):
-        call()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        call()
-        make().train().forward_backward((torch.ones(4, 6),), loss_fn=lambda outputs, _: outputs.sum())
 
 
-@both
-def test_forward_shows_the_originals_signature(make: Callable[[], Any]) -> None:
-    model = make()
-    assert inspect.signature(model.forward) == inspect.signature(model._original_model.forward)
 
 
 @both
