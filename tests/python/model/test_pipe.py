@@ -331,21 +331,6 @@ def test_asking_for_more_than_was_saved() -> None:
         pipe.synchronize()
 
 
-# --- GradScaler ---
-
-
-def test_cleared_gradients_stay_cleared() -> None:
-    model = linear_model()
-    pipe = pipe_of(model, 2)
-    pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
-    pipe.zero_grad()
-    pipe.synchronize()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    pipe.step(sgd_step(pipe))
-    assert_same(dict(pipe.state_dict()), before)
-
-
 # --- saving ---
 
 
