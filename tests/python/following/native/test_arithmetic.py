@@ -97,7 +97,7 @@ def test_as_near_to_fp64_as_the_exact_form(name: str, dtype: torch.dtype) -> Non
     sizes = [torch.linalg.vector_norm(each) for each in true]
     rounding = torch.finfo(dtype).eps
     for fast, exact, size in zip(*distances, sizes, strict=True):
-        assert fast <= 1.5 * exact + rounding * size
+        assert fast <= 1.5 * exact + 3 * rounding * size
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
