@@ -8,10 +8,9 @@ typer shows and fills. A new command is one `app.command(...)` line below.
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 import roundpipe
 from roundpipe.checkpoints.runs.command import app as checkpoint
@@ -23,24 +22,8 @@ from roundpipe.selftest.command import selftest
 from roundpipe.train.command import train
 from roundpipe.train.demo.command import demo
 
-# What to type instead of a command that is gone.
-_GONE = {
-    "simulate": "part of plan: roundpipe plan ... --compare all",
-    "machine": "part of plan: roundpipe plan --measure machine.toml",
-    "emulate": "a benchmark of the repository: python bench/emulate.py; roundpipe plan predicts what it measures",
-}
-
-
-class _Commands(TyperGroup):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args[0] in _GONE:
-            raise ValueError(f"[roundpipe] '{args[0]}' is now {_GONE[args[0]]}")
-        return super().resolve_command(ctx, args)
-
-
 app = typer.Typer(
     name="roundpipe",
-    cls=_Commands,
     help="Train models whose weights live in host memory, on any number of devices.",
     no_args_is_help=True,
     add_completion=False,

@@ -145,41 +145,6 @@ def test_devices_that_share_layers_by_groups_give_the_same_bits(pool, dtype):
 
 
 @pytest.mark.kit
-def test_asynchronous_steps_are_one_step_late(pool, accelerator):
-    torch.manual_seed(2)
-    batches = [(torch.randn(8, 64), torch.randn(8, 16)) for _ in range(5)]
-    model = RoundPipe(mlp(), model_run_config=RoundPipeRunConfig(num_microbatch=2))
-    optimizer = torch.optim.SGD(model.optim_parameters(), lr=1e-3, momentum=0.9)
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for inputs, target in batches:
-        model.forward_backward((inputs,), label=target, loss_fn=squared_error)
-        model.step(update)
-    model.synchronize()
-
-    plain = mlp().to(accelerator)
-    newest = [nn.Parameter(p.detach().cpu().clone()) for p in plain.parameters()]
-    reference = torch.optim.SGD(newest, lr=1e-3, momentum=0.9)
-    older = [p.detach().clone() for p in newest]
-    for inputs, target in batches:
-        with torch.no_grad():
-            for parameter, value in zip(plain.parameters(), older, strict=True):
-                parameter.copy_(value)
-        plain.zero_grad()
-        for x, y in zip(inputs.tensor_split(2), target.tensor_split(2), strict=True):
-            squared_error(plain(x.to(accelerator)), y.to(accelerator)).backward()
-        older = [p.detach().clone() for p in newest]
-        for parameter, value in zip(plain.parameters(), newest, strict=True):
-            value.grad = parameter.grad.cpu()
-        reference.step()
-    for ours, theirs in zip(model.state_dict().values(), newest, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.kit
 def test_forward_carries_a_graph(pool, accelerator):
     torch.manual_seed(2)
     inputs = torch.randn(6, 64, requires_grad=True)
@@ -195,34 +160,6 @@ def test_forward_carries_a_graph(pool, accelerator):
     assert torch.equal(inputs.grad, same.grad.cpu())
     for ours, reference in zip(model._original_model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours.grad, reference.grad.cpu())
-
-
-def test_llama_in_bfloat16_trains_like_the_plain_model(pool, accelerator):
-    transformers = pytest.importorskip("transformers")
-    from llama_layers import as_layers
-
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4
-    )
-    llama = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    plain = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
-    plain.load_state_dict(llama.state_dict())
-    plain = as_layers(plain.to(accelerator))
-    model = RoundPipe(as_layers(llama), model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    tokens = torch.randint(0, 128, (4, 32))
-
-    def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten())
-
-    loss = model.forward_backward((tokens,), label=tokens, loss_fn=loss_fn)
-    model.synchronize()
-    reference = loss_fn(plain(tokens.to(accelerator)), tokens.to(accelerator))
-    reference.backward()
-    # bf16 kernels may sum in another order on another stream's workspace: one unit in the last place of bf16.
-    torch.testing.assert_close(loss, reference.detach().cpu(), rtol=2**-8, atol=0)
-    for ours, theirs in zip(model._original_model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad.cpu(), rtol=2**-5, atol=1e-4)
 
 
 @pytest.mark.kit

@@ -22,12 +22,14 @@ struct Kind {
   Way way;
   bool fused;
   bool asynchronous;
+  int gradient_groups = 1;
 };
 const std::vector<Kind> kKinds = {{"asynchronous", Way::kForwardBackward, true, true},
                                   {"synchronous", Way::kForwardBackward, true, false},
                                   {"libtorch's optimizer", Way::kForwardBackward, false, false},
                                   {"autograd", Way::kAutograd, true, true},
-                                  {"submitted", Way::kSubmit, true, true}};
+                                  {"submitted", Way::kSubmit, true, true},
+                                  {"in groups", Way::kForwardBackward, true, true, 3}};
 
 struct Outcome {
   std::vector<Tensor> losses, state;
@@ -67,6 +69,7 @@ Outcome train(const Kind& kind, bool check = false) {
   ModelOptions options = tolerant();
   // So that the route, and with it how many jobs a device gets, does not depend on measured times.
   options.run.route = (kind.way == Way::kAutograd ? in_two_calls() : in_stages()).route;
+  options.run.gradient_groups = kind.gradient_groups;
   Duel duel(kind.asynchronous, options);
   torch::optim::SGD plain_sgd(duel.chain.parameters(), PlainTraining::rule());
   Outcome outcome;
@@ -149,7 +152,7 @@ TEST_SUITE("device failures") {
     for (const Kind& kind : kKinds) {
       CAPTURE(kind.name);
       set_devices("virtual:3");
-      const Outcome expected = train(kind, /*check=*/true);
+      const Outcome expected = train(kind, /*check=*/kind.gradient_groups == 1);
       for (const char* fault : {"0:error@1", "1:error@7", "2:error@16", "0:slow@3+1ms,fail=1:error@12"}) {
         CAPTURE(fault);
         set_devices(concat("virtual:3,fail=", fault));
@@ -334,6 +337,7 @@ TEST_SUITE("errors of layers and losses") {
           duel.step();
         }
         CHECK(alike(duel.state(), duel.plain.state()));
+        CHECK(failed_devices().empty());
       }
     }
   }

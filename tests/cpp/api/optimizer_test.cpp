@@ -95,22 +95,6 @@ TEST_SUITE("optimizer") {
     }
   }
 
-  TEST_CASE("an asynchronous step is read by the call after the next") {
-    set_devices("virtual:2,debug");
-    at::manual_seed(2);
-    nn::Sequential layers = mlp();
-    Model model(layers);
-    Optimizer optimizer(model, torch::optim::SGDOptions(0.1));
-    const Tensor batch = at::randn({kPoints, 5}), labels = at::randn({kPoints, 3});
-    std::vector<double> losses;
-    for (int i = 0; i < 3; ++i) {
-      losses.push_back(model.forward_backward(batch, labels, squared_errors).loss.item<double>());
-      model.step(optimizer);
-    }
-    CHECK(losses[1] == losses[0]);
-    CHECK(losses[2] < losses[1]);
-  }
-
   TEST_CASE("model.step clips and steps an optimizer of libtorch") {
     set_devices("virtual:2,debug");
     at::manual_seed(3);
@@ -310,23 +294,17 @@ TEST_SUITE("optimizer") {
     set_devices("virtual:1");
     at::manual_seed(6);
     nn::Sequential layers = mlp();
-    Model model(layers), other(mlp(), {.name = "other"});
+    Model model(layers);
     const auto none = [](const std::string&, const Tensor&) { return false; };
     CHECK_THROWS_WITH_AS(Optimizer(model, optim::Algorithm::kLion, {{none, {}}}), doctest::Contains("group 0"),
                          std::invalid_argument);
     CHECK_THROWS_WITH_AS(Optimizer(model, torch::optim::SGDOptions(0.1).nesterov(true)), doctest::Contains("nesterov"),
                          std::invalid_argument);
-    Optimizer optimizer(model, optim::Algorithm::kLion), of_other(other, optim::Algorithm::kAdam);
-    CHECK_THROWS_AS(model.step(of_other), std::invalid_argument);
-    CHECK_THROWS_AS(model.step(optimizer, {.max_grad_norm = 0.0}), std::invalid_argument);
-    torch::optim::SGD plain(layers->parameters(), 0.1);
-    CHECK_THROWS_WITH_AS(model.step(plain), doctest::Contains("model.step(optimizer)"), std::invalid_argument);
     for (Tensor& parameter : layers->parameters()) parameter.set_requires_grad(false);
     CHECK_THROWS_AS(Optimizer(model, optim::Algorithm::kSGD), std::invalid_argument);
     layers->parameters()[0].set_requires_grad(true);
     model.forward(at::randn({2, 5}));
     Optimizer second(model, optim::Algorithm::kSGD);
-    CHECK_THROWS_AS(model.step(optimizer), std::invalid_argument);
     layers->parameters()[1].set_requires_grad(true);
     CHECK_THROWS_WITH_AS(model.forward(at::randn({2, 5})), doctest::Contains("0.bias"), std::invalid_argument);
   }

@@ -1,8 +1,5 @@
 #include <roundpipe/runtime/model_optimizer.h>
 
-#include <cmath>
-#include <limits>
-
 #include <doctest/doctest.h>
 
 #include <roundpipe/core/error.h>
@@ -23,86 +20,12 @@ std::vector<LayerSpec> chain(int count) {
   return layers;
 }
 
-Pipeline::TrainResult train(PipedModel& piped, const Batch& batch, const std::shared_ptr<Loss>& loss = nullptr) {
-  return piped.pipeline().forward_backward(batch.inputs, batch.labels, loss ? loss : std::make_shared<SquaredLoss>(),
-                                           false, along(fused_stages({0, 1, 2, 3})));
+Pipeline::TrainResult train(PipedModel& piped, const Batch& batch) {
+  return piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
+                                           along(fused_stages({0, 1, 2, 3})));
 }
 
 bool reads_nan(const LayerSpec& layer) { return layer.parameters[0].tensor.isnan().all().item<bool>(); }
-
-// A loss that is infinite on request.
-class LossThatOverflows final : public Loss {
- public:
-  explicit LossThatOverflows(bool overflow) : factor_(overflow ? std::numeric_limits<double>::infinity() : 1.0) {}
-  Tensors operator()(const Values& outputs, const Values& label, const LayerContext&) override {
-    return {at::mse_loss(outputs.tensors[0], label.tensors[0]) * factor_};
-  }
-
- private:
-  const double factor_;
-};
-
-double sum_of_squares(const PlainModel& plain) {
-  double sum = 0;
-  for (size_t l = 0; l < plain.size(); ++l) {
-    for (size_t i = 0; i < 2; ++i) sum += plain.parameter(l, i).grad().to(at::kDouble).square().sum().item<double>();
-  }
-  return sum;
-}
-
-TEST_CASE("fused step: the norm is that of all gradients, and a large one is clipped in both modes") {
-  for (const bool asynchronous : {false, true}) {
-    CAPTURE(asynchronous);
-    at::manual_seed(3);
-    use_devices("virtual:2,debug");
-    const std::vector<LayerSpec> layers = chain(3);
-    PlainModel plain("clip", layers);
-    PipedModel piped("clip", layers, /*fused=*/true);
-    for (int step = 0; step < 4; ++step) {
-      const Batch batch = make_batch(2, 3, kWidth);
-      const uint64_t call = piped.pipeline().calls();
-      train(piped, batch);
-      plain.forward_backward(batch, call);
-      const float norm = static_cast<float>(std::sqrt(sum_of_squares(plain)));
-      const double limit = step % 2 == 0 ? norm / 3 : norm * 3;
-      const auto run = piped.fused_step(0.1, {asynchronous, limit});
-      run->decided()->wait();
-      CHECK(run->norm() == doctest::Approx(norm).epsilon(1e-6));
-      plain.publish();
-      plain.scale_gradients(std::min(1.0F, 1.0F / (norm + 1e-6F) * static_cast<float>(limit)));
-      plain.update(0.1);
-      if (!asynchronous) plain.publish();
-    }
-    piped.synchronize();
-    plain.publish();
-    CHECK(same_state(piped, plain, false));
-  }
-}
-
-TEST_CASE("fused step: inf or NaN under a loss scale changes nothing, and the next step goes on") {
-  at::manual_seed(4);
-  use_devices("virtual:2");
-  const std::vector<LayerSpec> layers = chain(3);
-  PipedModel piped("skip", layers, true);
-  const Batch batch = make_batch(2, 3, kWidth);
-  std::vector<at::Tensor> before;
-  for (const LayerSpec& layer : layers) before.push_back(layer.parameters[0].tensor.detach().clone());
-  train(piped, batch, std::make_shared<LossThatOverflows>(true));
-  const auto skipped = piped.fused_step(0.1, {true}, /*loss_scale=*/1024);
-  skipped->finished()->wait();
-  CHECK(skipped->overflowed());
-  CHECK(skipped->updated_blocks() == 0);
-  piped.synchronize();
-  for (size_t l = 0; l < layers.size(); ++l) CHECK(at::equal(layers[l].parameters[0].tensor, before[l]));
-
-  train(piped, batch, std::make_shared<LossThatOverflows>(false));
-  const auto made = piped.fused_step(0.1, {true}, /*loss_scale=*/1024);
-  made->finished()->wait();
-  CHECK_FALSE(made->overflowed());
-  CHECK(made->updated_blocks() == 3);
-  piped.synchronize();
-  for (size_t l = 0; l < layers.size(); ++l) CHECK_FALSE(at::equal(layers[l].parameters[0].tensor, before[l]));
-}
 
 TEST_CASE("fused step: two buffers a block, however many steps") {
   for (const bool asynchronous : {false, true}) {

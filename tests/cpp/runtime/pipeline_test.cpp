@@ -42,44 +42,6 @@ bool same_losses(const std::vector<Tensors>& a, const std::vector<Tensors>& b) {
 }
 
 TEST_SUITE("pipeline") {
-  TEST_CASE("forward_backward is the plain loop, bit for bit") {
-    for (const char* devices : {"virtual:1,debug", "virtual:3,debug"}) {
-      for (const RecomputeGrain grain : {RecomputeGrain::kStage, RecomputeGrain::kLayer}) {
-        for (const bool asynchronous : {false, true}) {
-          CAPTURE(devices);
-          CAPTURE(asynchronous);
-          at::manual_seed(1);
-          use_devices(devices);
-          const auto layers = every_kind();
-          PlainModel plain("m", layers);
-          PipedModel piped("m", layers);
-          RunOptions options;
-          options.recompute_grain = grain;
-          for (int step = 0; step < 4; ++step) {
-            const Batch batch = make_batch(3, kRows, kWidth);
-            const uint64_t call = piped.pipeline().calls();
-            const auto result =
-                piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), true,
-                                                  along(fused_stages({0, 2, 4, 7}), options));
-            const auto expected = plain.forward_backward(batch, call);
-            CHECK(same_losses(result.losses, expected.losses));
-            for (size_t m = 0; m < batch.inputs.size(); ++m) {
-              CHECK(same_bits(result.outputs[m].tensors[0], expected.outputs[m][0]));
-              CHECK(same_bits(result.outputs[m].tensors[1], batch.inputs[m].tensors[1]));
-            }
-            piped.step(0.1, asynchronous);
-            plain.publish();
-            plain.update(0.1);
-            if (!asynchronous) plain.publish();
-          }
-          piped.synchronize();
-          plain.publish();
-          CHECK(same_state(piped, plain, /*with_buffers=*/true));
-        }
-      }
-    }
-  }
-
   TEST_CASE("a loss outside of the pipeline goes back through the graph, twice if it is kept") {
     at::manual_seed(2);
     use_devices("virtual:2,debug");
@@ -116,59 +78,6 @@ TEST_SUITE("pipeline") {
         CHECK(at::allclose(layers[l].parameters[i].tensor.grad(), plain.parameter(l, i).grad(), 1e-4, 1e-5));
       }
     }
-  }
-
-  TEST_CASE("inputs that require grad get it") {
-    at::manual_seed(4);
-    use_devices("virtual:2");
-    const auto layers = every_kind();
-    PlainModel plain("m", layers);
-    PipedModel piped("m", layers);
-    Batch batch = make_batch(2, kRows, kWidth);
-    Batch plain_batch = batch;
-    for (size_t m = 0; m < 2; ++m) {
-      plain_batch.inputs[m].tensors[0] = batch.inputs[m].tensors[0].clone().set_requires_grad(true);
-      batch.inputs[m].tensors[0].set_requires_grad(true);
-    }
-    piped.pipeline().forward_backward(batch.inputs, batch.labels, std::make_shared<SquaredLoss>(), false,
-                                      along(fused_stages({0, 2, 5, 7})));
-    plain.forward_backward(plain_batch, 0);
-    for (size_t m = 0; m < 2; ++m) {
-      CHECK(same_bits(batch.inputs[m].tensors[0].grad(), plain_batch.inputs[m].tensors[0].grad()));
-    }
-  }
-
-  TEST_CASE("an asynchronous step is read exactly one call later") {
-    use_devices("virtual:2");
-    LayerSpec weight("weight");
-    weight.parameters = {{"weight", at::zeros({1}).set_requires_grad(true)}};
-    weight.body = [](Tensors inputs, const Tensors& parameters, const Tensors&, const LayerContext&) {
-      inputs[0] = inputs[0] * 0 + parameters[0];
-      return inputs;
-    };
-    PipedModel piped("m", {weight});
-    struct Sum final : Loss {
-      Tensors operator()(const Values& outputs, const Values&, const LayerContext&) override {
-        return {outputs.tensors[0].sum()};
-      }
-    };
-    const Values input{{at::ones({1})}, nullptr};
-    // The gradient is 1 and the rate -1: every update adds one, so the loss counts the updates that its call has read.
-    const double asynchronous[] = {0, 0, 1, 2, 3, 4};
-    for (const double read : asynchronous) {
-      const auto result =
-          piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
-      CHECK(result.losses[0][0].item<double>() == read);
-      piped.step(-1, true);
-    }
-    // A synchronous step publishes everything.
-    piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
-    piped.step(-1, false);
-    const auto result =
-        piped.pipeline().forward_backward({input}, {{}}, std::make_shared<Sum>(), false, along(fused_stages({0, 1})));
-    CHECK(result.losses[0][0].item<double>() == 7);
-    piped.synchronize();
-    CHECK(weight.parameters[0].tensor.item<double>() == 7);
   }
 
   TEST_CASE("a version is not overwritten while slow uploads still read it") {

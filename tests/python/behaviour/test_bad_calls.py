@@ -163,10 +163,3 @@ def test_nothing_trainable() -> None:
     value = GOOD.clone().requires_grad_()
     pipe(value).sum().backward()
     assert value.grad is not None
-
-
-def test_a_loss_is_read_once() -> None:
-    pending = make().submit((GOOD,), loss_fn=mean)
-    pending.loss()
-    with pytest.raises(ValueError, match="taken already"):
-        pending.loss()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 
 import roundpipe
 from reference_loops import plan_of
-from robustness import assert_same, faulty_model, sgd_step, squared_error, state_of
+from robustness import faulty_model, squared_error
 from roundpipe import RoundPipe, RoundPipeError, RoundPipeRunConfig
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -38,39 +37,6 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
 def called(pipe: RoundPipe, number: int) -> torch.Tensor:
     value, label = batch(number)
     return pipe.forward_backward((value,), label=label, loss_fn=squared_error)
-
-
-def in_two_parts(pipe: RoundPipe, number: int) -> torch.Tensor:
-    value, label = batch(number)
-    loss = squared_error(pipe(value), label)
-    loss.backward()
-    return loss.detach()
-
-
-Call = Callable[[RoundPipe, int], torch.Tensor]
-
-
-def train(call: Call, *, is_async: bool, fused: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Four steps, of two calls each."""
-    pipe = pipe_of(fused=call is called)
-    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-2) if fused else None
-    losses = []
-    for step in range(4):
-        losses += [call(pipe, 2 * step), call(pipe, 2 * step + 1)]
-        pipe.step(optimizer or sgd_step(pipe), is_async)
-    return losses, state_of(pipe)
-
-
-@pytest.mark.parametrize("call", [called, in_two_parts])
-@pytest.mark.parametrize(("is_async", "fused"), [(True, True), (False, False)])
-def test_training_goes_on_with_the_same_bits(call: Call, is_async: bool, fused: bool) -> None:
-    roundpipe.devices("virtual:3")
-    losses, state = train(call, is_async=is_async, fused=fused)
-    pool = roundpipe.devices("virtual:3,fail=1:error@7")
-    own_losses, own_state = train(call, is_async=is_async, fused=fused)
-    assert all(map(torch.equal, own_losses, losses))
-    assert_same(own_state, state)
-    assert list(pool.failed) == ["virtual:1"]
 
 
 def test_without_fault_tolerance_the_error_says_what_to_do() -> None:
@@ -139,16 +105,6 @@ def test_the_error_says_which_layers_a_step_had_updated() -> None:
     assert {5} <= updated <= {2, 3, 4, 5}
     for layer in range(6):
         assert torch.equal(after[layer], whole[layer] if layer in updated else before[layer]), layer
-
-
-def test_wrong_bits_are_an_error_that_names_the_device() -> None:
-    pool = roundpipe.devices("virtual:2,fail=1:bits@6")
-    pipe = pipe_of(tolerant=False, verify_every=1)
-    with pytest.raises(RoundPipeError, match=r"\[virtual:1\] the device failed: it computes or copies wrong bits"):
-        for number in range(48):
-            called(pipe, number)
-        pipe.synchronize()
-    assert list(pool.failed) == ["virtual:1"] and pipe.verified_jobs > 0
 
 
 def test_all_devices_fail_and_come_back() -> None:

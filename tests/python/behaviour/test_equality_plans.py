@@ -49,6 +49,7 @@ def test_outputs_are_returned_with_the_loss() -> None:
 
     fused_loop(list(plain), (x,), {}, None, both, seeds)
     assert_same(out, torch.cat(outputs), "outputs")
+    assert isinstance(losses, list)
     for index, loss in enumerate(losses):
         values = [total[index] for total in totals]
         assert_same(loss, sum(values[1:], values[0]), f"loss {index}")

@@ -113,23 +113,6 @@ def test_error_in_a_layer(where: str, devices: int, style: str) -> None:
     assert_same(train_with(pipe, call, go_wrong), train_with(make(devices)[0], call, None))
 
 
-def test_error_in_the_loss() -> None:
-    pipe, _ = make(2)
-    error = ZeroDivisionError("in the loss")
-
-    def failing(outputs: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        raise error  # the loss's line
-
-    def call(loss_fn: Any) -> None:
-        pipe.forward_backward((batch(5)[0],), label=batch(5)[1], loss_fn=loss_fn)
-
-    expect_error(lambda: call(failing), error, "# the loss's line")
-    for none, message in ((lambda *_: 3.0, "a scalar"), (lambda *_: [], "at least one"), ("text", "a function")):
-        with pytest.raises(ValueError, match=f"expected {message}"):
-            call(none)
-    fused_call(pipe, 0)
-
-
 def test_a_backward_that_failed_may_be_tried_again() -> None:
     pipe, faulty = make(2)
     value, label = batch(0)
@@ -146,50 +129,7 @@ def test_a_backward_that_failed_may_be_tried_again() -> None:
     assert_same(train_with(pipe, two_part_call, None), train_with(make(2)[0], two_part_call, None))
 
 
-def test_nan_loss_may_be_allowed() -> None:
-    roundpipe.devices("virtual:2")
-    model, faulty = faulty_model(WIDTH)
-    faulty.fault("nan")
-    pipe = RoundPipe(model, check_loss=False)
-    value, label = batch(0)
-    assert pipe.forward_backward((value,), label=label, loss_fn=squared_error).isnan()
-
-
 # --- the optimizer's thread ---
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-@pytest.mark.parametrize("devices", [1, 2])
-def test_error_in_step_fn(devices: int, is_async: bool) -> None:
-    pipe, _ = make(devices)
-    error = LookupError("in step_fn")
-
-    def failing() -> None:
-        raise error  # the optimizer's line
-
-    for _ in range(3):
-        fused_call(pipe, 1000)
-
-        def attempt() -> None:
-            pipe.step(failing, is_async)
-            pipe.step(sgd_step(pipe), is_async)  # not made: it raises what the one before raised
-
-        expect_error(attempt, error, "# the optimizer's line")
-    expected, _ = make(devices)
-    for _ in range(3):  # the calls themselves were good, and have moved the running statistics
-        fused_call(expected, 1000)
-        expected.step(lambda: [setattr(p, "grad", None) for p in expected.parameters()], is_async)
-    assert_same(train_with(pipe, fused_call, None), train_with(expected, fused_call, None))
-
-
-def test_error_in_step_fn_surfaces_at_synchronize() -> None:
-    pipe, _ = make(2)
-    fused_call(pipe, 0)
-    pipe.step(lambda: [][0])
-    with pytest.raises(IndexError):
-        pipe.synchronize()
-    pipe.synchronize()
-    assert all(parameter.grad is None for parameter in pipe._original_model.parameters())
 
 
 def test_step_of_a_call_that_fails_does_nothing() -> None:

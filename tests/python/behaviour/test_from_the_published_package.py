@@ -490,21 +490,8 @@ def test_eval_mode() -> None:
         model.pipe.forward_backward((torch.ones(1, 2),), loss_fn=lambda outputs, _: outputs.sum())
 
 
-def test_what_is_refused_in_both_packages() -> None:
-    model = Trained()
-    config = RoundPipeRunConfig(requires_grad=False)
-    with pytest.raises(ValueError, match=r"\[forward_backward\] the run configuration says requires_grad=False"):
-        model.pipe.forward_backward((torch.ones(1, 2),), loss_fn=lambda outputs, _: outputs.sum(), run_config=config)
-    with torch.no_grad(), pytest.raises(ValueError, match="gradients are off"):
-        model.pipe.forward_backward((torch.ones(1, 2),), loss_fn=lambda outputs, _: outputs.sum())
 
 
-def test_the_optimizer_gets_no_frozen_parameters() -> None:
-    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    module[0].requires_grad_(False)
-    pipe = RoundPipe(module)
-    assert [name for name, _ in pipe.optim_named_parameters()] == ["1.weight", "1.bias"]
-    assert len(torch.optim.Adam(pipe.optim_parameters()).param_groups[0]["params"]) == 2
 
 
 # --- models and plans ---

@@ -1,4 +1,4 @@
-"""Ctrl+C at any moment, and processes beside a pool."""
+"""Ctrl+C at any moment."""
 
 from __future__ import annotations
 
@@ -201,35 +201,6 @@ def test_an_interrupt_keeps_the_users_handler() -> None:
     pipe.step(sgd_step(pipe))
     pipe.synchronize()
     assert signal.getsignal(signal.SIGINT) is before
-
-
-# --- other processes ---
-
-
-class Numbers(torch.utils.data.Dataset[torch.Tensor]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((4,), float(index)) @ torch.eye(4)
-
-
-def test_a_data_loader_with_workers_beside_a_pool() -> None:
-    roundpipe.devices("virtual:2")
-    pipe = pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
-    pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
-    pipe.step(sgd_step(pipe, 1e-6))
-    for _ in range(2):
-        loader = torch.utils.data.DataLoader(
-            Numbers(), batch_size=4, num_workers=2, multiprocessing_context="fork", timeout=300
-        )
-        seen = []
-        for batch in loader:
-            pipe.forward_backward((batch,), loss_fn=lambda outputs, _: outputs.sum())
-            pipe.step(sgd_step(pipe, 1e-6))
-            seen.extend(batch[:, 0].tolist())
-        assert seen == [float(index) for index in range(24)]
-    pipe.synchronize()
 
 
 def test_signals_wait_until_a_block_that_must_not_stop_is_over() -> None:

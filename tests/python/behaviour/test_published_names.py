@@ -7,7 +7,6 @@ import importlib
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -25,7 +24,6 @@ from roundpipe.models.function import (
     CompileForCausalLMLoss,
     CompileLinearCrossEntropy,
 )
-from roundpipe.timer import ModelTimer
 
 
 @pytest.mark.parametrize(
@@ -118,23 +116,6 @@ def test_attributes_of_a_followed_model() -> None:
     assert list(pipe.model) == pipe.layers  # GPT-2 has no `model` of its own
     llama = build("llama")
     assert wrap_model_to_roundpipe(llama).model is llama.model
-
-
-@pytest.mark.parametrize("kind", [RoundPipe, AutoRoundPipe])
-@pytest.mark.parametrize("given", [False, True])
-def test_attributes_go_to_the_original_model(kind: Any, given: bool) -> None:
-    original = nn.Linear(4, 3)
-    wrapped = kind(nn.Linear(4, 3) if given else original)
-    if given:
-        wrapped.set_original_model(original_model=original)
-        assert wrapped.original_model is original
-    value = {"a": 1}
-    wrapped.mine = value
-    assert original.mine is value and wrapped.mine is value
-    del wrapped.mine
-    assert not hasattr(original, "mine") and not hasattr(wrapped, "mine")
-    with pytest.raises(ValueError, match=r"got a str, expected an nn\.Module"):
-        wrapped.set_original_model("text")
 
 
 def test_another_original_model_does_not_change_what_is_trained() -> None:
@@ -248,22 +229,6 @@ def test_wrapping_with_a_preset() -> None:
 
 
 # --- times ---
-
-
-@pytest.fixture
-def verbose() -> Iterator[None]:
-    ModelTimer.VERBOSE = True
-    yield
-    ModelTimer.VERBOSE = False
-
-
-@pytest.mark.usefixtures("verbose")
-def test_times_are_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    pipe = RoundPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    pipe.forward_backward((torch.randn(4, 2),), loss_fn=lambda outputs, _: outputs.sum())
-    pipe(torch.randn(4, 2))
-    lines = capfd.readouterr().err.splitlines()
-    assert sum(line.startswith("Layer 1 bwd  new estimate: ") and line.endswith(" ms") for line in lines) == 2
 
 
 def test_times_are_not_printed_unasked(capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import moe_models
 import roundpipe
@@ -47,61 +46,6 @@ def test_a_largest_norm_is_refused(one_device: None, call: str, trains: bool) ->
         CALLS[call](pipe)
     pipe.synchronize()
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(5, 4, max_norm=0.5)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.table(ids)  # type: ignore[no-any-return]
-
-
-class Normalised(nn.Module):
-    """Keeps its rows at length 1, as layers for recognition do, whenever it runs."""
-
-    def __init__(self, write: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.eye(4))  # of length 1 at first
-        self.write = write
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.write(self.table)
-        return self.table[ids]
-
-
-def _in_data(table: nn.Parameter) -> None:
-    table.data.copy_(F.normalize(table.data))
-
-
-def _new_data(table: nn.Parameter) -> None:
-    table.data = F.normalize(table.data)
-
-
-def _in_place(table: nn.Parameter) -> None:
-    with torch.no_grad():
-        table.div_(table.norm(dim=-1, keepdim=True))
-
-
-def test_other_layers_with_a_largest_norm(one_device: None) -> None:
-    with written("0 .*", "table.weight"):
-        RoundPipe(Bag(), model_run_config=ONE)(TOKENS)
-
-
-@pytest.mark.parametrize("write", [_in_data, _new_data, _in_place])
-def test_writes_are_found_when_they_begin(one_device: None, write: Callable[[nn.Parameter], None]) -> None:
-    """The first forward changes no bit; after an optimizer's step, they do. A write to `.data` raises no version, so it
-    may be found a few steps later."""
-    net = nn.Sequential(Normalised(write), nn.Linear(4, 1))
-    pipe = RoundPipe(net, model_run_config=ONE)
-    optimizer = roundpipe.optim.SGD(pipe, lr=0.5)
-    pipe.forward_backward((TOKENS,), loss_fn=loss)
-    pipe.step(optimizer, is_async=False)
-    with written(r"0 \(0\)", "table"):
-        for _ in range(4):
-            pipe.forward_backward((TOKENS,), loss_fn=loss)
-            pipe.step(optimizer, is_async=False)
 
 
 def test_versions_that_rise_without_a_change_are_allowed(one_device: None) -> None:

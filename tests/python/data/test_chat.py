@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,16 +23,6 @@ from tiny_chat import learnt, talk
 
 TURNS = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-MARKED = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}<|im_end|>\n{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-)
-# The last answer begins with an empty thought, answers before it do not.
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}"
-    "<think></think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 NOT_APPENDING = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -62,15 +50,6 @@ def write(path: Path, *entries: Any) -> Path:
 # --- which tokens are learnt ---
 
 
-@pytest.mark.parametrize("template", [TURNS, MARKED], ids=["prefixes", "marks"])
-def test_only_the_assistant_is_learnt(template: str) -> None:
-    using = tokenizer(template)
-    messages = talk("2 + 2?", "Vier: é 🌍.", "Sure?", "Yes", system="Be brief.")
-    (sample,) = encode_chat(Conversation(messages, "here"), using)
-    assert learnt(sample, using) == ["Vier: é 🌍.<|im_end|>\n", "Yes<|im_end|>\n"]
-    assert using.decode(sample["input_ids"]) == using.apply_chat_template(messages, tokenize=False)
-
-
 def test_without_a_template_each_message_is_a_line() -> None:
     using = tokenizer()
     (sample,) = encode_chat(Conversation(talk("2 + 2?", "4", "Sure?", ""), "here"), using)
@@ -78,20 +57,6 @@ def test_without_a_template_each_message_is_a_line() -> None:
     assert learnt(sample, using) == ["4<eos>", "<eos>"]
     (without_start,) = encode_chat(Conversation(talk("a", "b"), "here"), tokenizer(bos_token=None))
     assert using.decode(without_start["input_ids"]) == "user: a\nassistant: b<eos>"
-
-
-def test_a_template_that_writes_the_last_answer_differently() -> None:
-    using = tokenizer(THINKING)
-    (sample,) = encode_chat(Conversation(talk("a", "first", "b", "last"), "here"), using)
-    assert learnt(sample, using) == ["first<|im_end|>\n", "<think></think>last<|im_end|>\n"]
-
-
-@given(contents=st.lists(st.text("ab <>|\n:é🌍", max_size=8), min_size=1, max_size=6))
-def test_what_is_learnt_is_what_the_assistant_says(contents: list[str]) -> None:
-    using = TOKENIZER
-    (sample,) = encode_chat(Conversation(talk(*contents), "here"), using)
-    expected = [content + "<|im_end|>\n" for content in contents[1::2]]
-    assert learnt(sample, using) == expected
 
 
 TOKENIZER = tokenizer(TURNS)
@@ -155,12 +120,6 @@ def test_a_file_is_read_as_prepared_data_is(tmp_path: Path) -> None:
         assert second.messages == talk("a", "b") and third.messages == talk("p", "q")
     (tmp_path / "chat").write_text(text)  # without a suffix, too
     assert [each.messages for each in read_chat(tmp_path / "chat")] == [each.messages for each in read_chat(path)]
-
-
-def test_tools_may_answer() -> None:
-    messages = [*talk("a", "call"), {"role": "tool", "content": "1"}, {"role": "assistant", "content": "b"}]
-    (sample,) = encode_chat(Conversation(messages, "here"), TOKENIZER)
-    assert learnt(sample, TOKENIZER) == ["call<|im_end|>\n", "b<|im_end|>\n"]
 
 
 def test_held_out_conversations_are_the_same_every_time(tmp_path: Path) -> None:

@@ -119,21 +119,10 @@ def test_what_has_other_rows_than_the_batch_is_replicated(
             assert all(each is value for each in cut)
 
 
-def test_a_batch_of_one_row_is_not_cut_by_another_tensors_rows() -> None:
-    assert effective_microbatches((torch.ones(1, 3),), {"table": torch.ones(5)}, 4, False) == 1
-    assert effective_microbatches((torch.ones(1, 3), torch.ones(5)), {}, 4, False) == 1
 
 
-def test_tensors_beside_packed_ones_follow_their_rows() -> None:
-    packed = RoundPipePackedData([torch.ones(1, 2), torch.ones(3, 2)])
-    parts = split_call((packed,), {"mask": torch.arange(4)}, 2)
-    assert [kwargs["mask"].tolist() for _, kwargs in parts] == [[0], [1, 2, 3]]
 
 
-def test_size_one_beside_a_batch_is_replicated() -> None:
-    x, position, mask = torch.ones(4, 2), torch.ones(1, 2), torch.ones(4, 1)
-    for args, kwargs in split_call((x,), {"position": position, "mask": mask}, 2):
-        assert args[0].shape == (2, 2) and kwargs["position"] is position and kwargs["mask"].shape == (2, 1)
 
 
 def test_hugging_face_outputs() -> None:
@@ -321,23 +310,6 @@ def test_labels_follow_the_rows_of_the_inputs() -> None:
     assert split_label((*options, y), 2, rows=[2, 2])[1][:2] == options  # beside tensors
 
 
-@pytest.mark.parametrize("rows", [[4], [2, 2], [1, 3]])
-@pytest.mark.parametrize(
-    "label",
-    [
-        torch.ones(1),
-        torch.ones(2, 4),
-        torch.ones(8),
-        [torch.ones(4), torch.ones(3)],
-        {"deep": (torch.ones(4), [torch.ones(5)])},
-        RoundPipePackedData([torch.ones(2), torch.ones(1)]),
-    ],
-    ids=["one", "two", "eight", "list", "tree", "packed"],
-)
-def test_labels_of_other_rows_than_the_batch(label: Any, rows: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"\[labels\] .*expected a label for each row"):
-        split_label(label, len(rows), rows=rows)
-    assert len(split_label(label, len(rows), _Replicate, rows)) == len(rows)
 
 
 @pytest.mark.parametrize("label", [[0, 1, 1, 0], (0.5, 1.5), ["a", "b"], {"y": [1, 2, 3]}, np.zeros(4)])

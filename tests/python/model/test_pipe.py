@@ -144,36 +144,6 @@ def test_refuses_buffers_without_values_and_wrapping_twice() -> None:
 # --- losses and outputs ---
 
 
-@pytest.mark.parametrize("kind", [list, tuple])
-def test_several_losses_come_back_as_a_list(kind: type) -> None:
-    model = linear_model()
-    pipe = pipe_of(model, 2)
-    value, label = torch.randn(4, 4), torch.randn(4, 4)
-
-    def losses(outputs: torch.Tensor, label: torch.Tensor) -> Any:
-        return kind([squared_error(outputs, label), outputs.abs().sum(), (label * 2).sum()])
-
-    result, outputs = pipe.forward_backward((value,), label=label, loss_fn=losses, return_outputs=True)
-    expected = model(value)
-    assert isinstance(result, list) and len(result) == 3
-    torch.testing.assert_close(result, list(losses(expected.detach(), label)))
-    assert not any(loss.requires_grad for loss in result) and not outputs.requires_grad
-    torch.testing.assert_close(outputs, expected.detach())
-    (squared_error(expected, label) + expected.abs().sum()).backward()
-    gradients = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    pipe.synchronize()
-    torch.testing.assert_close([p.grad for p in model.parameters()], gradients)
-
-
-def test_a_single_loss_is_the_sum_over_microbatches() -> None:
-    pipe = pipe_of(linear_model(), 3)
-    value = torch.randn(6, 4)
-    loss = pipe.forward_backward((value,), loss_fn=lambda outputs, label: outputs.sum())
-    assert isinstance(loss, torch.Tensor) and loss.shape == ()
-    torch.testing.assert_close(loss, pipe(value).sum().detach())
-
-
 def test_run_config_of_the_call_wins_over_the_models() -> None:
     pipe = RoundPipe(linear_model(), model_run_config=RoundPipeRunConfig(num_microbatch=3, merge_output=False))
     value = torch.randn(6, 4)
@@ -186,43 +156,6 @@ def test_run_config_of_the_call_wins_over_the_models() -> None:
     ).requires_grad
     pipe.synchronize()  # an output may be here before its job is through
     assert {record[3] for record in pipe.last_records()} == {0, 1, 2}
-
-
-class Several(nn.Module):
-    def forward(self, value: torch.Tensor, scale: float = 1.0, *, mask: torch.Tensor | None = None) -> dict[str, Any]:
-        if mask is not None:
-            value = value * mask
-        return {"all": value * scale, "mean": value.mean(), "name": "several", "scale": scale, "none": None}
-
-
-def test_outputs_of_any_structure_are_merged() -> None:
-    pipe = pipe_of(Several(), 3)
-    value, mask = torch.randn(6, 2), torch.randn(6, 2)
-    result = pipe(value, 2.0, mask=mask)
-    torch.testing.assert_close(result["all"], value * mask * 2)
-    torch.testing.assert_close(result["mean"], (value * mask).mean())
-    assert (result["name"], result["scale"], result["none"]) == ("several", 2.0, None)
-
-
-# --- grad modes ---
-
-
-def test_grad_modes() -> None:
-    pipe = pipe_of(linear_model(), 2)
-    value = torch.randn(4, 4)
-    expected = pipe._original_model(value).detach()
-    with torch.no_grad():
-        quiet = pipe(value)
-    with torch.inference_mode():
-        inference = pipe(torch.randn(4, 4) * 0 + value)
-    loss = pipe.forward_backward((value,), loss_fn=lambda outputs, _: outputs.sum())
-    for outputs in (quiet, inference):
-        assert not outputs.requires_grad
-        torch.testing.assert_close(outputs, expected)
-    torch.testing.assert_close(loss, expected.sum())
-    pipe.synchronize()
-    assert pipe[0].weight.grad is not None
-    (quiet * 2).add_(1)  # an ordinary tensor
 
 
 # --- recompute data ---
@@ -329,21 +262,6 @@ def test_asking_for_more_than_was_saved() -> None:
     with pytest.raises(ValueError, match="asked 3 times, but the forward saved 2 times"):
         pipe(torch.randn(2, 4)).sum().backward()
         pipe.synchronize()
-
-
-# --- GradScaler ---
-
-
-def test_cleared_gradients_stay_cleared() -> None:
-    model = linear_model()
-    pipe = pipe_of(model, 2)
-    pipe.forward_backward((torch.randn(4, 4),), loss_fn=lambda outputs, _: outputs.sum())
-    pipe.zero_grad()
-    pipe.synchronize()
-    assert all(parameter.grad is None for parameter in model.parameters())
-    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    pipe.step(sgd_step(pipe))
-    assert_same(dict(pipe.state_dict()), before)
 
 
 # --- saving ---

@@ -46,29 +46,6 @@ def test_a_second_wrapper_is_refused_and_the_first_goes_on() -> None:
             torch.testing.assert_close(ours, wanted)
 
 
-def test_a_model_that_was_let_go_leaves_the_parameters_to_the_next_one() -> None:
-    module = net()
-    first = roundpipe.RoundPipe(module, name="first")
-    pending = first.submit((X,), loss_fn=total)
-    outputs = first(X)
-    optimizer = roundpipe.optim.SGD(first, lr=0.01)
-    first.step(optimizer)
-    first.synchronize()
-    del first
-    second = roundpipe.RoundPipe(module, name="second")
-    with pytest.raises(RuntimeError, match="another model has been made of the parameters of first"):
-        outputs.sum().backward()
-    newest = roundpipe.optim.SGD(second, lr=0.01)
-    second.forward_backward((X,), loss_fn=total)
-    second.step(newest)
-    second.synchronize()
-    weights = [parameter.detach().clone() for parameter in module.parameters()]
-    pending.loss()
-    optimizer.state_dict()
-    second.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(weights, module.parameters(), strict=True))
-
-
 def test_garbage_that_was_not_collected_yet_does_not_hold_parameters() -> None:
     module = net()
     gc.disable()

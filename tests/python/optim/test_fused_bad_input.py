@@ -110,47 +110,6 @@ def test_stepping(pipe: RoundPipe) -> None:
     assert not torch.equal(next(iter(pipe.parameters())), before[0])
 
 
-def test_another_models_optimizer(pipe: RoundPipe) -> None:
-    other = RoundPipe(nn.Sequential(nn.Linear(4, 4)), name="other")
-    optimizer = roundpipe.optim.AdamW(other)
-    train(pipe)
-    with pytest.raises(ValueError, match="was not made for this model"):
-        pipe.step(optimizer)
-
-
-def test_optimizers_from_before_the_last_one(pipe: RoundPipe) -> None:
-    plain = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    train(pipe)
-    plain.step()
-    earlier = roundpipe.optim.AdamW(pipe)
-    train(pipe)
-    pipe.step(earlier)
-    last = roundpipe.optim.SGD(pipe, lr=0.1)
-    train(pipe)
-    refused: list[tuple[Callable[[], Any], str]] = [
-        (lambda: pipe.step(earlier), "another one was made since"),
-        (earlier.step, "updates it in place"),
-        (plain.step, "updates it in place"),
-    ]
-    before = [p.detach().clone() for p in pipe.parameters()]
-    for call, message in refused:
-        with pytest.raises(ValueError, match=message):
-            call()
-    pipe.synchronize()
-    for p, old in zip(pipe.parameters(), before, strict=True):
-        assert torch.equal(p, old)
-    last.step()
-    assert all(not torch.equal(p, old) for p, old in zip(pipe.parameters(), before, strict=True))
-
-
-def test_a_parameter_that_becomes_trainable_later(pipe: RoundPipe) -> None:
-    pipe[1].requires_grad_(False)
-    optimizer = roundpipe.optim.AdamW(pipe)
-    pipe[1].requires_grad_(True)
-    with pytest.raises(ValueError, match=r"parameter '1\.weight' was frozen"):
-        pipe.step(optimizer)
-
-
 def test_sparse_gradients_become_dense() -> None:
     use_devices(1)
     torch.manual_seed(0)

@@ -216,21 +216,6 @@ def test_gradients_kept_in_fp32_are_not_rounded_between_calls() -> None:
     assert results["float32"] < 1e-5 < results["weights"]
 
 
-def test_parameters_show_through_the_model_right_after_a_synchronous_step() -> None:
-    use_devices(2)
-    model = build()
-    pipe = RoundPipe(model, name="shown")
-    optimizer = roundpipe.optim.AdamW(pipe, **OPTIONS)
-    inputs, label = batch()
-    pipe.forward_backward((inputs,), label=label, loss_fn=nn.functional.mse_loss)
-    before = model[0][0].weight.detach().clone()
-    pipe.step(optimizer, is_async=False)
-    shown = pipe[0][0].weight.detach().clone()
-    assert not torch.equal(shown, before) and shown.isfinite().all()
-    pipe.synchronize()
-    assert torch.equal(shown, model[0][0].weight)
-
-
 def test_a_second_optimizer_takes_over_with_the_masters_of_the_first() -> None:
     use_devices(1)
     model = build(torch.bfloat16)

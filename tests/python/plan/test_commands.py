@@ -97,19 +97,6 @@ def test_help_lists_options_in_their_order_and_drops_nothing() -> None:
             assert not re.search(r"\[\w", option.help or ""), option.help  # rich takes it for markup
 
 
-@pytest.mark.parametrize(
-    ("command", "instead"),
-    [
-        ("simulate", "plan ... --compare all"),
-        ("machine", "plan --measure machine.toml"),
-        ("emulate", "bench/emulate.py"),
-    ],
-)
-def test_a_command_that_is_gone_says_what_to_type(command: str, instead: str) -> None:
-    with pytest.raises(ValueError, match=rf"^\[roundpipe\] '{command}' is now .*{re.escape(instead)}"):
-        run(command, "qwen3-1.7b", "--json")
-
-
 def test_other_schedules_stand_beside_ours() -> None:
     options = ("--mode", "sync", "--microbatches", "16", "--compare", "all", "--json")
     report = json.loads(run("plan", "llama3.1-8b", *options).stdout)

@@ -156,8 +156,3 @@ def test_defaults_depend_on_what_is_trained() -> None:
     assert TrainConfig(length=8, batch_tokens=9).tokens_of_step == 9
 
 
-def test_what_belongs_to_the_bits() -> None:
-    free = {"devices", "save_every", "out", "model", "evaluate_every"}
-    assert not free & set(TrainConfig().fixed())
-    assert {"seed", "learning_rate", "microbatches", "dtype"} <= set(TrainConfig().fixed())
-    assert "evaluate_every" in TrainConfig(asynchronous=True).fixed()

@@ -104,15 +104,6 @@ def test_masters_survive_another_precision(dtype: torch.dtype, trained: Training
     other.run(1)
 
 
-def test_weights_alone(trained: Training, tmp_path: Path) -> None:
-    trained.save(tmp_path, wait=True)
-    trained.model.synchronize()
-    model = RoundPipe(nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))), name="plain")
-    assert roundpipe.load_checkpoint(tmp_path, model, weights_only=True).missing == ()
-    for ours, theirs in zip(model.parameters(), trained.layers.parameters(), strict=True):
-        assert torch.equal(ours, theirs.float())
-
-
 def test_a_save_raises_what_its_calls_raised(
     trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

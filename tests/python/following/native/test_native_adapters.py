@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_native_models import DTYPES, batch, check_plain_bits, native_and_python, taken_by_a_step, wrap
+from test_native_models import DTYPES, batch, check_plain_bits, native_and_python, wrap
 from test_native_reasons import reason
 
 import dense_models
@@ -130,18 +130,6 @@ def test_dropout_draws_the_same_numbers_also_in_chunks() -> None:
         native, python = native_and_python(model, batch("whole"), calls=2, **options)
         assert all(map(torch.equal, native, python))
         assert not torch.equal(native[0], native[1])
-
-
-@pytest.mark.long
-def test_layers_with_adapters_do_not_take_the_interpreter_lock() -> None:
-    def taken(layers: int, native: bool) -> int:
-        config = peft.LoraConfig(r=3, target_modules=EVERY)
-        model = peft.get_peft_model(dense_models.make("llama", num_hidden_layers=layers), config)
-        return taken_by_a_step(model, layers, native)
-
-    roundpipe.devices("virtual:1")
-    more_native, more_python = (taken(6, native) - taken(2, native) for native in (True, False))
-    assert more_python - more_native >= 4 * 2 * 2  # four layers, two microbatches, forward and recompute
 
 
 def two_adapters(model: Any) -> None:

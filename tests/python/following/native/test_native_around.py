@@ -51,13 +51,12 @@ def make_packed(name: str) -> Any:
     return family.make(name, attn_implementation="packed")
 
 
-@pytest.mark.parametrize("name", [*dense_models.MODELS, *moe_models.MODELS])
-def test_documents_of_packed_rows_are_found_natively(name: str) -> None:
+@sweep("name, kind", [*dense_models.MODELS, *moe_models.MODELS], ["whole", "padded", "packed"], together=1)
+def test_documents_of_packed_rows_are_found_natively(name: str, kind: str) -> None:
     """Also for layers with windows; the bits are the plain model's."""
     model = make_packed(name)
     assert reasons(model) == {}
-    for kind in ("whole", "padded", "packed"):
-        check_plain_bits(copy.deepcopy(model), batch(kind))
+    check_plain_bits(model, batch(kind))
 
 
 def test_positions_and_padding_make_documents_together() -> None:

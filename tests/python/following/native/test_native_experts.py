@@ -17,7 +17,6 @@ from test_native_models import (
     native_and_python,
     run_plain,
     taken_by_a_step,
-    trained,
     wrap,
 )
 from test_native_reasons import reason
@@ -89,16 +88,6 @@ def test_one_microbatch_has_the_plain_models_bits(
     check_plain_bits(make(name, dtype, **options, output_router_logits=logits), batch(kind))
 
 
-@sweep("name,experts,dtype,logits", MODELS, EXPERTS, DTYPES, [False, True], ids=str, together=0)
-def test_several_microbatches_have_the_python_layers_bits(
-    name: str, experts: str, dtype: torch.dtype, logits: bool
-) -> None:
-    roundpipe.devices("virtual:2")
-    model = make(name, dtype, experts_implementation=experts, output_router_logits=logits).train()
-    (native,), (python,) = native_and_python(model, batch("padded", rows=5), microbatches=3)
-    assert torch.equal(native, python)
-
-
 def test_router_logits_reach_the_end_of_the_model() -> None:
     """Also past a dense layer, and past a layer that runs in Python."""
     roundpipe.devices("virtual:2")
@@ -140,20 +129,6 @@ def test_frozen_experts_and_routers() -> None:
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(frozen not in name)
         check_plain_bits(model, batch("whole"))
-
-
-def test_autocast() -> None:
-    roundpipe.devices("virtual:2")
-    for name, experts in itertools.product(("qwen3_moe", "gpt_oss"), ("eager", "batched_mm")):
-        model = make(name, experts_implementation=experts)
-        found = []
-        for native in (True, False):
-            mine = copy.deepcopy(model)
-            with torch.autocast("cpu", torch.bfloat16):
-                outputs, ours = trained(mine, batch("padded"), native=native)
-            found.append((outputs.logits, ours))
-        assert torch.equal(found[0][0], found[1][0])
-        check_gradients(found[0][1], found[1][1], exact=True)
 
 
 def test_dropout_and_norms_in_float() -> None:

@@ -123,16 +123,6 @@ def test_the_host_budget_is_that_of_the_optimizer_at_hand() -> None:
     with pytest.raises(ValueError, match=r"(?s)\[optim\] the model with AdamW does not fit.*fit: moments='8bit' in"):
         roundpipe.optim.AdamW(pipe, lr=1e-3)
     roundpipe.optim.AdamW(pipe, lr=1e-3, moments="8bit")
-    tight = RoundPipe(nn.Linear(256, 256, bias=False), host_memory=2 * size)
-    with pytest.raises(ValueError, match=r"train adapters only"):
-        roundpipe.optim.SGD(tight, lr=1e-3, momentum=0.9)
-    optimizer = roundpipe.optim.SGD(tight, lr=1e-3)
-    batch = torch.randn(4, 256)
-    for _ in range(2):
-        tight.forward_backward((batch,), label=batch, loss_fn=lambda out, label: (out - label).square().mean())
-        tight.step(optimizer)
-    tight.synchronize()
-    assert optimizer.host_memory().total <= 2 * size
     narrow = RoundPipe(nn.Linear(256, 256, bias=False, dtype=torch.bfloat16), host_memory=3 * size + 4096)
     with pytest.raises(ValueError, match="does not fit on the host"):
         roundpipe.optim.AdamW(narrow, lr=1e-3, gradients="float32", groups=[{"params": "*", "lr": 1e-4}])

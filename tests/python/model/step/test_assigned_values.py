@@ -88,7 +88,6 @@ def assign_after_the_backward(network: nn.Module, value: torch.Tensor, label: to
 HABITS = {
     habit.__name__: habit for habit in (climb_and_go_back, halve, trade_places, transpose, assign_after_the_backward)
 }
-Habit = Callable[[nn.Module, torch.Tensor, torch.Tensor], None]
 
 
 @pytest.mark.parametrize("name", HABITS)
@@ -215,24 +214,6 @@ def test_a_write_in_place_that_a_running_step_replaces_is_refused_by_name() -> N
     with pytest.raises(ValueError, match=r"parameter 'weight' was written while a step was under way"):
         model.step(optimizer)
     model.synchronize()
-
-
-def test_a_second_model_over_one_module_is_refused_while_the_first_lives() -> None:
-    layers = chain()
-    model = pipe_of(layers, 1)
-    optimizer = roundpipe.optim.SGD(model, lr=0.1)
-    (value, label), (other_value, _) = batches(2)
-    with pytest.raises(ValueError, match="is in the model tested already"):
-        pipe_of(layers, 1)
-    model.forward_backward((value,), label=label, loss_fn=squared_error)
-    model.step(optimizer)
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    del model, optimizer
-    again = pipe_of(layers, 1)
-    with torch.no_grad():
-        again(other_value)
-    found = again.state_dict()
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_memory_that_two_parameters_would_share_is_refused_by_name() -> None:

@@ -165,18 +165,6 @@ def test_front_scale_does_not_depend_on_when_a_step_runs() -> None:
     assert traces[0] == traces[1]
 
 
-def test_an_overflow_seen_by_two_steps_backs_off_once() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=100)
-    steps = Steps(scaler, Problem("sgd"))
-    for expected in (8.0, 8.0, 4.0, 4.0):
-        scale = scaler.scale(torch.tensor(1.0)).item()
-        assert scale == expected
-        steps.step(torch.full((2,), math.inf if scale > 4 else scale))
-    steps.finish()
-    synchronize()
-    assert scaler.get_scale() == 4.0
-
-
 def test_get_scale_inside_a_step() -> None:
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     problem = Problem("sgd")
@@ -204,21 +192,6 @@ def test_all_losses_of_a_step_share_one_scale() -> None:
     assert scaler.scale(torch.tensor(1.0)).item() == 8.0
     with handed_over().active():
         assert scaler.get_scale() == 8.0
-
-
-def test_two_models_stepped_in_a_row_get_the_same_scale() -> None:
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    problem = Problem("sgd")
-    for expected in (8.0, 8.0, 16.0):
-        problem.optimizer.zero_grad()
-        scaler.scale(problem.loss(1)).backward()
-        first, second = handed_over(), handed_over()
-        for token in (first, second):
-            with token.active():
-                assert scaler.get_scale() == expected
-        with second.active():
-            scaler.step(problem.optimizer)
-            scaler.update()
 
 
 def test_scale_of_containers_and_dtypes() -> None:
