@@ -18,6 +18,7 @@
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
 #include <roundpipe/training/model_core.h>
+#include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
 
@@ -185,13 +186,19 @@ Step Model::step(Optimizer& optimizer, const StepOptions& options) {
   // Now, so that a schedule that throws leaves everything as it was.
   const std::vector<double> next_rates = optimizer.rates_after(optimizer.steps() + 1);
   prepare_step(*optimizer.core(), options.asynchronous);
-  const double loss_scale = options.scaler != nullptr ? options.scaler->begin_step(pipeline(), nodes != nullptr) : 0.0;
-  const std::shared_ptr<runtime::StepRun> run = start_step(groups, options, loss_scale);
+  at::Tensor scale;
+  if (options.scaler != nullptr) {
+    if (nodes) options.scaler->started();
+    scale = options.scaler->moves().begin_step({shared_pipeline()}, nodes != nullptr);
+  }
+  const std::shared_ptr<runtime::StepRun> run =
+      start_step(groups, options, scale.defined() ? scale.item<double>() : 0.0);
   optimizer.count_step(next_rates);
   if (options.scaler != nullptr) {
-    options.scaler->stepped(pipeline(), run);
+    ScaleMoves& moves = options.scaler->moves();
+    moves.stepped({shared_pipeline()}, run, scale, options.scaler->rule());
     // The scale of the next losses depends on these gradients.
-    if (!options.asynchronous) options.scaler->synchronize(pipeline());
+    if (!options.asynchronous) moves.settle(ScaleMoves::Pipelines{shared_pipeline()});
   }
   return Step(run);
 }
@@ -213,7 +220,8 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   bool overflowed = false;
   if (options.scaler != nullptr) {
     const at::NoGradGuard no_grad;
-    const double scale = options.scaler->begin_step(pipeline(), false);
+    const double scale =
+        options.scaler->moves().begin_step({shared_pipeline()}, /*several_nodes=*/false).item<double>();
     at::Tensor found = at::zeros({1}, at::kFloat);
     const at::Tensor inverse = at::full({1}, 1.0 / scale, at::kFloat);
     if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
@@ -223,7 +231,8 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   if (options.max_grad_norm && !overflowed)
     norm = torch::nn::utils::clip_grad_norm_(parameters, *options.max_grad_norm);
   if (!overflowed) optimizer.step();
-  if (options.scaler != nullptr) options.scaler->stepped(pipeline(), overflowed);
+  if (options.scaler != nullptr)
+    options.scaler->moves().stepped({shared_pipeline()}, options.scaler->rule(), overflowed);
   optimizer.zero_grad();
   return Step(norm, overflowed);
 }
