@@ -180,27 +180,12 @@ TrainResult Model::Pending::finish() {
 std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return batch().records(); }
 
 Step Model::step(Optimizer& optimizer, const StepOptions& options) {
-  const std::shared_ptr<cluster::Nodes>& nodes = optimizer.core()->nodes();
-  check(options, nodes != nullptr);
-  const std::vector<optim::Hyperparameters>& groups = optimizer.options_of_step();
-  // Now, so that a schedule that throws leaves everything as it was.
-  const std::vector<double> next_rates = optimizer.rates_after(optimizer.steps() + 1);
-  prepare_step(*optimizer.core(), options.asynchronous);
-  at::Tensor scale;
-  if (options.scaler != nullptr) {
-    if (nodes) options.scaler->started();
-    scale = options.scaler->moves().begin_step({shared_pipeline()}, nodes != nullptr);
+  if (fused_optimizer() != optimizer.core()) {
+    throw std::invalid_argument(
+        "[step] the optimizer was not made for this model, or another one was made since; make one with "
+        "Optimizer(model, ...)");
   }
-  const std::shared_ptr<runtime::StepRun> run =
-      start_step(groups, options, scale.defined() ? scale.item<double>() : 0.0);
-  optimizer.count_step(next_rates);
-  if (options.scaler != nullptr) {
-    ScaleMoves& moves = options.scaler->moves();
-    moves.stepped({shared_pipeline()}, run, scale, options.scaler->rule());
-    // The scale of the next losses depends on these gradients.
-    if (!options.asynchronous) moves.settle(ScaleMoves::Pipelines{shared_pipeline()});
-  }
-  return Step(run);
+  return optimizer.step(options);
 }
 
 Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
