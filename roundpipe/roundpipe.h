@@ -7,6 +7,7 @@
 //   a model              Model, of a torch::nn::Sequential or of Layers: layer(module), layer(parameters, function)
 //   a call               Model::forward, forward_backward, submit; RunOptions, Microbatches, TensorsOf
 //   a step               Optimizer (fused), or torch::optim; StepOptions, Step; GradScaler; LearningRate
+//   several models       ModelGroup, with what the program has on the host: one optimizer, one checkpoint
 //   a language model     LanguageModel, of a folder of transformers; TokenFile, Rows and read_batch for its tokens
 //   memory and plans     Model::predict_memory, last_plan, costs
 //   checkpoints          save_checkpoint, load_checkpoint, load_weights, latest; StateValue; open_journal
@@ -17,6 +18,7 @@
 #include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/api/learning_rate.h>
 #include <roundpipe/api/model.h>
+#include <roundpipe/api/model_group.h>
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>

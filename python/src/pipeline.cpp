@@ -1,3 +1,4 @@
+#include <functional>
 #include <optional>
 
 #include <roundpipe/core/engine_life.h>
@@ -5,6 +6,7 @@
 #include <roundpipe/layers/emulated_layer.h>
 #include <roundpipe/runtime/model/layer_sizes.h>
 #include <roundpipe/runtime/pipeline.h>
+#include <roundpipe/training/scale_moves.h>
 
 #include "bindings.h"
 #include "models/model_layer.h"
@@ -63,53 +65,72 @@ std::vector<LossScale::ModelPtr> models_of(const Pipelines& pipelines) {
   return models;
 }
 
+struct LaterScale {
+  std::function<ScaleState()> state;
+};
+
 // Tensors are copied on the way in and out: one that Python has seen takes the interpreter lock when it is dropped.
+std::optional<at::Tensor> seen(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional(tensor.detach()) : std::nullopt;
+}
+
 void bind_loss_scale(py::module_& module) {
+  const auto unlocked = py::call_guard<py::gil_scoped_release>();
+  ValueClass<ScaleState>(module, "ScaleState")
+      .attribute("scale", &ScaleState::scale)
+      .attribute("front", &ScaleState::front)
+      .attribute("growth_tracker", &ScaleState::growth_tracker);
+  py::class_<ScaleRule>(module, "ScaleRule")
+      .def(py::init([](double growth_factor, double backoff_factor, int64_t growth_interval) {
+             return ScaleRule{growth_factor, backoff_factor, growth_interval};
+           }),
+           py::arg("growth_factor"), py::arg("backoff_factor"), py::arg("growth_interval"));
+  py::class_<LaterScale>(module, "LaterScale")
+      .def("__call__", [](const LaterScale& later) { return later.state(); }, unlocked);
   py::class_<LossScale, std::shared_ptr<LossScale>>(module, "LossScale")
-      .def(py::init([](const at::Tensor& first) { return std::make_shared<LossScale>(first.detach().clone()); }),
-           py::arg("first"))
       .def("use", [](LossScale& scale) { return scale.use().clone(); })
       .def("next", [](const LossScale& scale) { return scale.next().clone(); })
       .def(
-          "of_step",
-          [](LossScale& scale, const Pipelines& pipelines, bool several_nodes) -> std::optional<at::Tensor> {
-            const at::Tensor found = scale.of_step(models_of(pipelines), several_nodes);
-            return found.defined() ? std::optional(found.clone()) : std::nullopt;
-          },
-          py::arg("pipelines"), py::arg("several_nodes"))
-      .def(
           "belong_to", [](LossScale& scale, const Pipelines& pipelines) { scale.belong_to(models_of(pipelines)); },
-          py::arg("pipelines"))
-      .def(
-          "has_stepped",
-          [](const LossScale& scale, const Pipeline& pipeline) {
-            return scale.has_stepped(pipeline.model().loss_scales);
-          },
-          py::arg("pipeline"))
-      .def(
-          "stepped", [](LossScale& scale, const Pipelines& pipelines) { scale.stepped(models_of(pipelines)); },
           py::arg("pipelines"))
       .def("stepped_outside", &LossScale::stepped_outside, py::arg("losses"))
       .def("outside_losses", &LossScale::outside_losses)
       .def(
-          "set_next", [](LossScale& scale, const at::Tensor& next) { scale.set_next(next.detach().clone()); },
-          py::arg("scale"))
-      .def(
-          "set_next_unless_waiting",
-          [](LossScale& scale, const Pipelines& pipelines, const at::Tensor& next) {
-            scale.set_next_unless_waiting(models_of(pipelines), next.detach().clone());
-          },
-          py::arg("pipelines"), py::arg("scale"))
-      .def(
           "restart", [](LossScale& scale, const at::Tensor& next) { scale.restart(next.detach().clone()); },
           py::arg("scale"))
-      .def("waiting_or_next", [](const LossScale& scale) { return scale.waiting_or_next().clone(); })
-      .def_static(
-          "after_step",
-          [](const at::Tensor& before, const at::Tensor& after, const at::Tensor& used, double backoff_factor) {
-            return LossScale::after_step(before, after, used, backoff_factor).clone();
+      .def("waiting_or_next", [](const LossScale& scale) { return scale.waiting_or_next().clone(); });
+  py::class_<ScaleMoves, LossScale, std::shared_ptr<ScaleMoves>>(module, "ScaleMoves")
+      .def(py::init<>())
+      .def("start", &ScaleMoves::start, py::arg("scale"), py::arg("growth_tracker"))
+      .def_property_readonly("started", &ScaleMoves::started)
+      .def_property_readonly("current", [](const ScaleMoves& moves) { return seen(moves.current()); })
+      .def_property_readonly("growth_tracker", [](const ScaleMoves& moves) { return seen(moves.growth_tracker()); })
+      .def_property("moves_outside", &ScaleMoves::moves_outside, &ScaleMoves::set_moves_outside)
+      .def(
+          "begin_step",
+          [](ScaleMoves& moves, const Pipelines& pipelines, bool several_nodes) {
+            return moves.begin_step(pipelines, several_nodes).clone();
           },
-          py::arg("before"), py::arg("after"), py::arg("used"), py::arg("backoff_factor"));
+          py::arg("pipelines"), py::arg("several_nodes"), unlocked)
+      .def("stepped", py::overload_cast<const Pipelines&>(&ScaleMoves::stepped), py::arg("pipelines"))
+      .def(
+          "stepped_by",
+          [](ScaleMoves& moves, const Pipelines& pipelines, std::shared_ptr<runtime::StepRun> run,
+             const at::Tensor& used, const ScaleRule& rule,
+             bool overflowed) { moves.stepped(pipelines, std::move(run), used.detach().clone(), rule, overflowed); },
+          py::arg("pipelines"), py::arg("run"), py::arg("used"), py::arg("rule"), py::arg("overflowed"))
+      .def(
+          "decided",
+          [](ScaleMoves& moves, const at::Tensor& before, const at::Tensor& used, double backoff_factor) {
+            moves.decided(before.detach().clone(), used, backoff_factor);
+          },
+          py::arg("before"), py::arg("used"), py::arg("backoff_factor"))
+      .def("move_outside", &ScaleMoves::move_outside)
+      .def("advance", &ScaleMoves::advance)
+      .def("restart_losses", &ScaleMoves::restart_losses)
+      .def("finish_steps", &ScaleMoves::finish_steps, unlocked)
+      .def("settle", py::overload_cast<const Pipelines&>(&ScaleMoves::settle), py::arg("pipelines"), unlocked)
+      .def("later_state", [](const ScaleMoves& moves) { return LaterScale{moves.later_state()}; });
   py::class_<SkippedSteps>(module, "SkippedSteps")
       .def(py::init<int64_t>(), py::arg("before") = 0)
       .def("add", &SkippedSteps::add, py::arg("step"), py::arg("skipped"), py::arg("scale"))

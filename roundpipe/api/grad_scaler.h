@@ -6,12 +6,11 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace roundpipe::runtime {
-class Pipeline;
-class StepRun;
-}  // namespace roundpipe::runtime
+#include <roundpipe/training/scale_state.h>
 
 namespace roundpipe {
+
+class ScaleMoves;
 
 struct GradScalerOptions {
   double init_scale = 65536;
@@ -47,11 +46,7 @@ class GradScaler {
   // The scale of the next losses: in a loss function, that of this call's.
   double get_scale() const;
 
-  struct State {
-    double scale = 0;
-    double front = 0;  // of the next losses
-    int64_t growth_tracker = 0;
-  };
+  using State = ScaleState;
   // The state, once all steps are over (Model::synchronize). Waits for their decisions.
   State state();
   void load(const State& state);
@@ -62,23 +57,15 @@ class GradScaler {
   void resume(const State& state, bool losses_wait);
   const GradScalerOptions& options() const;
 
-  // -- for steps; the caller's thread --
-
-  // The scale of the losses that the next step of `model` consumes. Waits for the decisions of earlier steps and, for a
-  // model that the scaler does not belong to yet, for the losses of its calls. Throws std::invalid_argument if no loss
-  // has been scaled, or by several scales. With `several_nodes`, others may have scaled some.
-  double begin_step(runtime::Pipeline& model, bool several_nodes);
-  // The step that begin_step() was called for has been started; later losses use the current scale.
-  void stepped(runtime::Pipeline& model, std::shared_ptr<runtime::StepRun> run);
-  // The same for a step that is over: updates the scale as torch's update() does.
-  void stepped(runtime::Pipeline& model, bool overflowed);
-  // Waits for the decisions of all steps. Then the next losses of `model` use the current scale, unless some wait for a
-  // step, since all losses of one step share a scale. Throws the error of a step that could not be decided.
-  void synchronize(runtime::Pipeline& model);
+  // -- for steps --
+  ScaleMoves& moves() const { return *moves_; }
+  ScaleRule rule() const;
+  // Takes the first scale, if there is none yet; the first loss does it otherwise.
+  ScaleMoves& started() const;
 
  private:
-  struct Core;
-  std::shared_ptr<Core> core_;  // the models that it belongs to refer to it
+  const GradScalerOptions options_;
+  const std::shared_ptr<ScaleMoves> moves_;  // the models that it belongs to refer to it
 };
 
 }  // namespace roundpipe

@@ -1,5 +1,6 @@
 #include <roundpipe/api/host_weights.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <unordered_map>
 #include <unordered_set>
@@ -40,16 +41,16 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
 void HostWeights::leave_weights() noexcept {
   if (!core_) return;
   try {
-    if (is_behind_) synchronize();
+    if (is_behind_ || (fused_ && fused_->is_behind())) synchronize();
   } catch (...) {
     // Work that nobody waited for has failed, or the engine has ended; then the modules keep what they have.
   }
   pipeline().release();
 }
 
-ModelCore& HostWeights::core() const {
+const std::shared_ptr<ModelCore>& HostWeights::shared_core() const {
   require_not_moved_from(core_ != nullptr, "model");
-  return *core_;
+  return core_;
 }
 
 const std::shared_ptr<runtime::Pipeline>& HostWeights::shared_pipeline() const { return core().pipeline(); }
@@ -59,6 +60,11 @@ runtime::Pipeline& HostWeights::pipeline() const { return *shared_pipeline(); }
 std::shared_ptr<ModelOptimizer> HostWeights::fused_optimizer() const {
   shared_pipeline();
   return fused_ ? fused_->optimizer() : nullptr;
+}
+
+const std::shared_ptr<FusedSteps>& HostWeights::fused_steps() const {
+  shared_pipeline();
+  return fused_;
 }
 
 const std::shared_ptr<CopySteps>& HostWeights::copy_steps() const {
@@ -86,9 +92,12 @@ void HostWeights::synchronize() {
     pipeline().expose();
   }
   is_behind_ = false;
-  pipeline().wait_buffers();
-  const auto& scales = pipeline().model().loss_scales;
-  for (const auto& scale : scales->all()) scale->settle(scales);
+  const std::vector<std::shared_ptr<runtime::Pipeline>> own{shared_pipeline()};
+  for (const auto& each : fused_ ? fused_->pipelines() : own) {
+    each->wait_buffers();
+    const auto& scales = each->model().loss_scales;
+    for (const auto& scale : scales->all()) scale->settle(scales);
+  }
 }
 
 const NamedParameters& HostWeights::named_parameters() {
@@ -151,6 +160,7 @@ const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::Scal
 
 void HostWeights::publish_written() {
   if (copies_) copies_->publish_written_copies();
+  if (fused_) fused_->show_host_weights();
 }
 
 void HostWeights::step_by(std::function<void()> update, bool asynchronous) {
@@ -163,11 +173,37 @@ void HostWeights::step_by(std::function<void()> update, bool asynchronous) {
   if (!asynchronous) copies_->settle_step();
 }
 
-std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                  const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes) {
-  pipeline();
+std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, const GroupOf& group_of,
+                                              const std::function<void()>& accepted, const FusedRule& rule,
+                                              std::shared_ptr<cluster::Nodes> nodes) {
+  if (stepped.models.empty()) throw std::invalid_argument("[optimizer] there are no models, expected at least one");
+  NamedParameters named;
+  FusedSteps::Models models;
+  FusedSteps::HostParameters host_parameters;
+  std::unordered_set<std::string> paths;
+  for (const auto& [path, model] : stepped.models) {
+    if (model == nullptr)
+      throw std::invalid_argument(concat("[optimizer] model '", path, "' is null, expected a model"));
+    model->pipeline();
+    if (!paths.insert(path).second || std::ranges::find(models, model->core_) != models.end()) {
+      throw std::invalid_argument(
+          concat("[optimizer] model '", path, "' is given twice, expected each model once, under a name of its own"));
+    }
+    models.push_back(model->core_);
+    for (const auto& [name, parameter] : model->named_)
+      named.emplace_back(path.empty() ? name : concat(path, ".", name), parameter);
+  }
+  for (const auto& [name, parameter] : stepped.parameters) {
+    if (!parameter.defined() || !parameter.is_cpu() || !parameter.is_leaf() || !parameter.is_floating_point()) {
+      throw std::invalid_argument(concat("[optimizer] parameter '", name,
+                                         "' of the program is no leaf of floating point on the CPU, expected one; "
+                                         "make it as a torch::nn::Module does"));
+    }
+    named.emplace_back(name, parameter);
+    host_parameters.push_back({name, parameter});
+  }
   std::unordered_map<const c10::TensorImpl*, int> groups;
-  for (const auto& [name, parameter] : named_) {
+  for (const auto& [name, parameter] : named) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
     if (parameter.requires_grad() && !groups.contains(key)) groups[key] = group_of(name, parameter);
   }
@@ -175,48 +211,46 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
     throw std::invalid_argument(
         "[optimizer] the model has no trainable parameter; set requires_grad of what is to be trained");
   }
-  if (copies_) {
-    throw std::invalid_argument(
-        "[optimizer] the model's optimizer_parameters() are in use, expected a model that is stepped in one way only; "
-        "call model.step with a function, or make the model again");
+  std::shared_ptr<FusedSteps> steps;
+  for (const auto& [path, model] : stepped.models) {
+    if (model->copies_) {
+      throw std::invalid_argument(
+          "[optimizer] the model's optimizer_parameters() are in use, expected a model that is stepped in one way "
+          "only; "
+          "call model.step with a function, or make the model again");
+    }
+    if (model->fused_ && !model->fused_->are(models, host_parameters)) {
+      throw std::invalid_argument(concat(
+          "[optimizer] ", model->pipeline().model().name,
+          " has an Optimizer that steps it together with other models or parameters than these, expected the same "
+          "ones in the same order; make the models again to step them otherwise"));
+    }
+    if (model->fused_) steps = model->fused_;
   }
   accepted();
-  auto steps = fused_ ? fused_ : std::make_shared<FusedSteps>(FusedSteps::Models{core_}, FusedSteps::HostParameters());
-  steps->require_room("optimizer", pipeline().model().name, rule, nodes ? static_cast<int>(nodes->size()) : 1);
+  if (!steps) steps = std::make_shared<FusedSteps>(models, host_parameters);
+  const bool is_alone = models.size() == 1 && host_parameters.empty();
+  steps->require_room("optimizer", is_alone ? models[0]->pipeline()->model().name : "the models", rule,
+                      nodes ? static_cast<int>(nodes->size()) : 1);
   steps->prepare_bind();
   const auto group = [&](const at::Tensor& parameter) {
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? -1 : found->second;
   };
-  steps->bind(rule, named_, group, std::move(nodes));
-  fused_ = std::move(steps);
-  return fused_->optimizer();
+  steps->bind(rule, std::move(named), group, std::move(nodes));
+  for (const auto& [path, model] : stepped.models) model->fused_ = steps;
+  return steps;
 }
 
 void HostWeights::check_trainable() const {
-  const std::optional<std::string> late =
-      fused_ ? fused_->late_parameter() : (copies_ ? copies_->late_parameter() : std::nullopt);
-  if (!late) return;
-  throw std::invalid_argument(concat("[model] parameter '", *late,
+  refuse_late(fused_ ? fused_->late_parameter() : (copies_ ? copies_->late_parameter() : std::nullopt));
+}
+
+void HostWeights::refuse_late(const std::optional<std::string>& parameter) {
+  if (!parameter) return;
+  throw std::invalid_argument(concat("[model] parameter '", *parameter,
                                      "' was frozen when the optimizer was made and requires grad now, so nothing would "
                                      "update it; set requires_grad first, then make the optimizer"));
-}
-
-void HostWeights::prepare_step(const ModelOptimizer& optimizer, bool asynchronous) {
-  if (fused_optimizer().get() != &optimizer) {
-    throw std::invalid_argument(
-        "[step] the optimizer was not made for this model, or another one was made since; make one with "
-        "Optimizer(model, ...)");
-  }
-  check_trainable();
-  fused_->prepare_step(asynchronous);
-}
-
-std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,
-                                                          const StepOptions& options, double loss_scale) {
-  std::shared_ptr<runtime::StepRun> run = fused_->start_step(std::move(groups), options, loss_scale);
-  is_behind_ = true;
-  return run;
 }
 
 void HostWeights::require_plain(const char* where) const {

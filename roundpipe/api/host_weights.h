@@ -10,8 +10,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/api/layer_instance.h>
-#include <roundpipe/optim/hyperparameters.h>
-#include <roundpipe/runtime/step/step_options.h>
 
 namespace roundpipe::cluster {
 class Nodes;
@@ -19,7 +17,6 @@ class Nodes;
 namespace roundpipe::runtime {
 class ModelOptimizer;
 class Pipeline;
-class StepRun;
 }  // namespace roundpipe::runtime
 
 namespace roundpipe {
@@ -28,6 +25,14 @@ class CopySteps;
 class FusedSteps;
 class ModelCore;
 struct FusedRule;
+
+class HostWeights;
+
+// What one optimizer steps together, see ModelGroup.
+struct SteppedWeights {
+  std::vector<std::pair<std::string, HostWeights*>> models;
+  NamedParameters parameters = {};
+};
 
 // A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
 // one, code that changes the parameters themselves, such as torch::optim. The base of Model.
@@ -65,14 +70,19 @@ class HostWeights {
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
   // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
   // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
-  std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
-                                                const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes);
+  static std::shared_ptr<FusedSteps> bind(const SteppedWeights& stepped, const GroupOf& group_of,
+                                          const std::function<void()>& accepted, const FusedRule& rule,
+                                          std::shared_ptr<cluster::Nodes> nodes);
+  // Throws std::invalid_argument for a parameter that has become trainable, so that nothing would update it.
+  static void refuse_late(const std::optional<std::string>& parameter);
 
   // -- for checkpoints: what there is, without a look at values --
-  ModelCore& core() const;
+  ModelCore& core() const { return *shared_core(); }
+  const std::shared_ptr<ModelCore>& shared_core() const;
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
   std::shared_ptr<runtime::ModelOptimizer> fused_optimizer() const;
+  const std::shared_ptr<FusedSteps>& fused_steps() const;
   // Null: there are no optimizer_parameters().
   const std::shared_ptr<CopySteps>& copy_steps() const;
   const NamedParameters& parameter_names() const;
@@ -82,15 +92,9 @@ class HostWeights {
   runtime::Pipeline& pipeline() const;
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
-  // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
-  // another one updates the model.
-  void prepare_step(const runtime::ModelOptimizer& optimizer, bool asynchronous);
-  // Starts it. REQUIRES: prepare_step.
-  std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
-                                               double loss_scale);
   // Throws std::invalid_argument if a fused optimizer or functions update the model.
   void require_plain(const char* where) const;
-  // Lets calls read what the program has written into the optimizer's parameters.
+  // Lets calls read what the program has written into the optimizer's parameters, and the program what calls read.
   void publish_written();
   // See Model::step.
   void step_by(std::function<void()> update, bool asynchronous);
@@ -101,11 +105,11 @@ class HostWeights {
   std::shared_ptr<ModelCore> core_;  // null: moved from
   NamedParameters named_;
   NamedParameters buffers_;
-  std::shared_ptr<FusedSteps> fused_;     // null: no fused optimizer was made
+  std::shared_ptr<FusedSteps> fused_;     // null: no fused optimizer was made; models of a group share it
   std::shared_ptr<CopySteps> copies_;     // null: none were made
   NamedParameters optimizer_parameters_;  // those
   std::optional<c10::ScalarType> copies_dtype_;
-  bool is_behind_ = false;  // a step has begun, so parameters may not show the newest values
+  bool is_behind_ = false;  // a function's step has begun, so parameters may not show the newest values
 };
 
 }  // namespace roundpipe

@@ -20,6 +20,7 @@
 #include <roundpipe/torch_compat/gradient_hooks.h>
 #include <roundpipe/training/microbatch_choice.h>
 #include <roundpipe/training/model_core.h>
+#include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
 
@@ -206,21 +207,12 @@ TrainResult Model::Pending::finish() {
 std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return batch().records(); }
 
 Step Model::step(Optimizer& optimizer, const StepOptions& options) {
-  const std::shared_ptr<cluster::Nodes>& nodes = optimizer.core()->nodes();
-  check(options, nodes != nullptr);
-  const std::vector<optim::Hyperparameters>& groups = optimizer.options_of_step();
-  // Now, so that a schedule that throws leaves everything as it was.
-  const std::vector<double> next_rates = optimizer.rates_after(optimizer.steps() + 1);
-  prepare_step(*optimizer.core(), options.asynchronous);
-  const double loss_scale = options.scaler != nullptr ? options.scaler->begin_step(pipeline(), nodes != nullptr) : 0.0;
-  const std::shared_ptr<runtime::StepRun> run = start_step(groups, options, loss_scale);
-  optimizer.count_step(next_rates);
-  if (options.scaler != nullptr) {
-    options.scaler->stepped(pipeline(), run);
-    // The scale of the next losses depends on these gradients.
-    if (!options.asynchronous) options.scaler->synchronize(pipeline());
+  if (fused_optimizer() != optimizer.core()) {
+    throw std::invalid_argument(
+        "[step] the optimizer was not made for this model, or another one was made since; make one with "
+        "Optimizer(model, ...)");
   }
-  return Step(run);
+  return optimizer.step(options);
 }
 
 Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
@@ -240,7 +232,8 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   bool overflowed = false;
   if (options.scaler != nullptr) {
     const at::NoGradGuard no_grad;
-    const double scale = options.scaler->begin_step(pipeline(), false);
+    const double scale =
+        options.scaler->moves().begin_step({shared_pipeline()}, /*several_nodes=*/false).item<double>();
     at::Tensor found = at::zeros({1}, at::kFloat);
     const at::Tensor inverse = at::full({1}, 1.0 / scale, at::kFloat);
     if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
@@ -250,7 +243,8 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   if (options.max_grad_norm && !overflowed)
     norm = torch::nn::utils::clip_grad_norm_(parameters, *options.max_grad_norm);
   if (!overflowed) optimizer.step();
-  if (options.scaler != nullptr) options.scaler->stepped(pipeline(), overflowed);
+  if (options.scaler != nullptr)
+    options.scaler->moves().stepped({shared_pipeline()}, options.scaler->rule(), overflowed);
   optimizer.zero_grad();
   return Step(norm, overflowed);
 }

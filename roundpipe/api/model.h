@@ -139,10 +139,8 @@ class Model : public HostWeights {
   template <typename Inputs, typename Labels, typename Loss>
   Pending submit(Inputs inputs, Labels labels, Loss loss, const RunOptions& options, bool keep_outputs = false);
 
-  // Updates the weights by a fused optimizer with the gradients since the last step. Returns at once, unless two steps
-  // are in progress already. See StepOptions and Step.
-  // Throws std::invalid_argument if the optimizer was not made for this model, or for an option that does not fit; or
-  // what an earlier step or call threw: then no step was made.
+  // Optimizer::step of a fused optimizer, and so of all that it was made for. Throws std::invalid_argument as well if
+  // it was not made for this model.
   Step step(Optimizer& optimizer, const StepOptions& options = {});
   // Updates the weights by an optimizer of libtorch over the parameters of the layers: waits for all work, so that
   // `.grad` holds the sums; unscales and clips; steps unless a scaled gradient is inf or NaN; and clears the gradients.

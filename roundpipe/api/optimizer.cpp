@@ -4,12 +4,14 @@
 #include <stdexcept>
 #include <utility>
 
+#include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/fused_steps.h>
+#include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
 
@@ -75,6 +77,10 @@ UpdateRule::UpdateRule(const torch::optim::RMSpropOptions& from) : UpdateRule(Al
 
 Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups,
                      const OptimizerFormat& format)
+    : Optimizer(SteppedWeights{{{"", &model}}}, rule, groups, format) {}
+
+Optimizer::Optimizer(const SteppedWeights& stepped, const UpdateRule& rule, const std::vector<ParameterGroup>& groups,
+                     const OptimizerFormat& format)
     : algorithm_(rule.algorithm), moments_(format.moments) {
   for (const ParameterGroup& group : groups) options_.push_back(group.options.over(rule.options));
   options_.push_back(rule.options);
@@ -97,8 +103,9 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
                                          "does not hold, expected at least one; see Model::named_parameters"));
     }
   };
-  core_ = model.bind(group_of, accepted, {rule.algorithm, options_, format.moments, format.gradients_in_fp32},
-                     format.nodes);
+  fused_ = HostWeights::bind(stepped, group_of, accepted,
+                             {rule.algorithm, options_, format.moments, format.gradients_in_fp32}, format.nodes);
+  core_ = fused_->optimizer();
 }
 
 Optimizer& Optimizer::operator=(Optimizer&& other) noexcept { return move_into(*this, std::move(other)); }
@@ -106,6 +113,11 @@ Optimizer& Optimizer::operator=(Optimizer&& other) noexcept { return move_into(*
 const std::shared_ptr<runtime::ModelOptimizer>& Optimizer::core() const {
   require_not_moved_from(core_ != nullptr, "optimizer");
   return core_;
+}
+
+const std::shared_ptr<FusedSteps>& Optimizer::fused_steps() const {
+  core();
+  return fused_;
 }
 
 const std::vector<Hyperparameters>& Optimizer::all_options() const {
@@ -130,9 +142,34 @@ Hyperparameters& Optimizer::options() {
 
 void Optimizer::zero_grad() { core()->drop_gradients(); }
 
-const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
-  require_in_range(algorithm_, all_options(), "step");
-  return options_;
+Step Optimizer::step(const StepOptions& options) {
+  const std::shared_ptr<cluster::Nodes>& nodes = core()->nodes();
+  check(options, nodes != nullptr);
+  require_in_range(algorithm_, options_, "step");
+  // Now, so that a schedule that throws leaves everything as it was.
+  const std::vector<double> next_rates = rates_after(steps_ + 1);
+  if (fused_->optimizer() != core_) {
+    throw std::invalid_argument(
+        "[step] another optimizer was made for the same model since, expected steps by that one");
+  }
+  HostWeights::refuse_late(fused_->late_parameter());
+  fused_->prepare_step(options.asynchronous);
+  at::Tensor scale;
+  if (options.scaler != nullptr) {
+    if (nodes) options.scaler->started();
+    scale = options.scaler->moves().begin_step(fused_->pipelines(), nodes != nullptr);
+  }
+  const std::shared_ptr<runtime::StepRun> run =
+      fused_->start_step(options_, options, scale.defined() ? scale.item<double>() : 0.0);
+  ++steps_;
+  set_rates(next_rates);
+  if (options.scaler != nullptr) {
+    ScaleMoves& moves = options.scaler->moves();
+    moves.stepped(fused_->pipelines(), run, scale, options.scaler->rule());
+    // The scale of the next losses depends on these gradients.
+    if (!options.asynchronous) moves.settle(fused_->pipelines());
+  }
+  return Step(run);
 }
 
 int64_t Optimizer::steps() const {
@@ -184,11 +221,6 @@ std::vector<double> Optimizer::scheduled(const std::vector<double>& first, const
   std::vector<double> rates;
   for (const double rate : first) rates.push_back(rate * now);
   return rates;
-}
-
-void Optimizer::count_step(const std::vector<double>& next_rates) noexcept {
-  ++steps_;
-  set_rates(next_rates);
 }
 
 void Optimizer::set_rates(const std::vector<double>& rates) noexcept {

@@ -15,6 +15,7 @@
 
 #include <roundpipe/api/host_weights.h>
 #include <roundpipe/api/learning_rate.h>
+#include <roundpipe/api/step.h>
 #include <roundpipe/optim/hyperparameters.h>
 
 namespace roundpipe::cluster {
@@ -58,10 +59,13 @@ struct OptimizerFormat {
   std::shared_ptr<cluster::Nodes> nodes = nullptr;
 };
 
-// A fused optimizer: Model::step(optimizer) updates each layer in place, on the host, as soon as its gradient has
-// landed. 16-bit weights have fp32 masters, of which only the missing part takes memory.
+// A fused optimizer: step() updates each layer in place, on the host, as soon as its gradient has landed. 16-bit
+// weights have fp32 masters, of which only the missing part takes memory.
 //
-// Another optimizer may be made for the same model; it replaces this one, whose steps are then refused.
+// It steps one model, or the models of a ModelGroup together with parameters that the program itself uses; then the
+// norm, a scaler's decision, zero_grad() and Model::synchronize() are those of all.
+//
+// Another optimizer may be made for the same ones; it replaces this one, whose steps are then refused.
 // Of an optimizer that was moved from, every function but assignment throws std::invalid_argument.
 // Ownership: keeps what it needs of the model. Thread safety: the caller's thread.
 class Optimizer {
@@ -71,10 +75,20 @@ class Optimizer {
   // a group has none, or an option or dtype does not fit; then nothing has been changed.
   Optimizer(HostWeights& model, const UpdateRule& rule, const std::vector<ParameterGroup>& groups = {},
             const OptimizerFormat& format = {});
+  // The same for the models of a ModelGroup and its parameters, which are leaves on the CPU. Throws
+  // std::invalid_argument as well if a model is stepped together with others already, or a parameter is in a model.
+  Optimizer(const SteppedWeights& stepped, const UpdateRule& rule, const std::vector<ParameterGroup>& groups = {},
+            const OptimizerFormat& format = {});
   Optimizer(const Optimizer&) = default;
   Optimizer& operator=(const Optimizer&) = default;
   Optimizer(Optimizer&&) = default;
   Optimizer& operator=(Optimizer&& other) noexcept;
+
+  // Updates all that it was made for with the gradients since the last step; of parameters of the program, those in
+  // `.grad`. Returns at once, unless two steps are in progress already. See StepOptions and Step.
+  // Throws std::invalid_argument if another optimizer was made since, or for an option that does not fit; or what an
+  // earlier step or call threw: then no step was made.
+  Step step(const StepOptions& options = {});
 
   // The hyperparameters of all groups, of group `index`, and of the last one, which is that of the rule. Changes hold
   // from the next step on.
@@ -92,18 +106,10 @@ class Optimizer {
   int64_t steps() const;
   void set_steps(int64_t steps);
 
-  // -- for Model --
+  // -- for Model and checkpoints --
   const std::shared_ptr<runtime::ModelOptimizer>& core() const;
+  const std::shared_ptr<FusedSteps>& fused_steps() const;
   const std::vector<optim::Hyperparameters>& all_options() const;
-  // The same, for a step. Throws std::invalid_argument for values that torch.optim's constructors refuse.
-  const std::vector<optim::Hyperparameters>& options_of_step() const;
-  // The learning rates after `steps` steps; empty without a schedule. Throws what the schedule throws, and
-  // std::invalid_argument if it returns no rate.
-  std::vector<double> rates_after(int64_t steps) const;
-  // A step has begun, after which these are the rates.
-  void count_step(const std::vector<double>& next_rates) noexcept;
-
-  // -- for checkpoints --
   optim::Algorithm algorithm() const { return algorithm_; }
   optim::MomentFormat moments() const { return moments_; }
   // The learning rates that the schedule goes by; empty without one.
@@ -112,10 +118,14 @@ class Optimizer {
   void restore(std::vector<optim::Hyperparameters> options, std::vector<double> first_rates, int64_t steps);
 
  private:
+  // The learning rates after `steps` steps; empty without a schedule. Throws what the schedule throws, and
+  // std::invalid_argument if it returns no rate.
+  std::vector<double> rates_after(int64_t steps) const;
   // `first` rates, times `factor` of the number of steps.
   static std::vector<double> scheduled(const std::vector<double>& first, const LearningRate& factor, int64_t steps);
   void set_rates(const std::vector<double>& rates) noexcept;
 
+  std::shared_ptr<FusedSteps> fused_;
   std::shared_ptr<runtime::ModelOptimizer> core_;  // null: moved from
   optim::Algorithm algorithm_;
   optim::MomentFormat moments_;

@@ -33,7 +33,7 @@ auto taken(const TrainingLoad& load, const StateValue& value, const std::string&
 
 // What is loaded into; at most one of the optimizers.
 struct Request {
-  Model& model;
+  ModelGroup group;
   Optimizer* fused = nullptr;
   torch::optim::Optimizer* torch = nullptr;
   GradScaler* scaler = nullptr;
@@ -45,12 +45,14 @@ struct Request {
 };
 
 LoadedTraining training_of(const Request& request) {
-  TrainedModel model = parts_of(request.model);
+  std::vector<TrainedModel> models = parts_of(request.group);
   // A number that was chosen may be another one.
-  if (request.model.run_options().microbatches == kAutoMicrobatches) model.microbatches.reset();
-  LoadedTraining training{.names = names_of(request.model, {}),
-                          .models = {std::move(model)},
-                          .pipelines = {request.model.shared_pipeline()},
+  for (size_t i = 0; i < models.size(); ++i) {
+    if (request.group.models[i].second->run_options().microbatches == kAutoMicrobatches) models[i].microbatches.reset();
+  }
+  LoadedTraining training{.names = names_of(request.group, {}),
+                          .models = std::move(models),
+                          .pipelines = pipelines_of(request.group),
                           .is_fused = request.fused != nullptr,
                           .schedules = request.fused == nullptr ? 0 : schedules_of(*request.fused).size(),
                           .has_scaler = request.scaler != nullptr,
@@ -105,10 +107,11 @@ void require_no_copies(const TrainingLoad& load, const Model& model) {
   }
 }
 
-// Loads a model that libtorch's optimizer steps, or none.
+// Loads the one model that libtorch's optimizer steps, or none.
 void load_plain_part(TrainingLoad& load, const Request& request, const std::vector<GroupOptions>& groups) {
-  CopySteps* const copies = request.model.copy_steps().get();
-  if (copies == nullptr) require_no_copies(load, request.model);
+  const Model& model = *request.group.models.at(0).second;
+  CopySteps* const copies = model.copy_steps().get();
+  if (copies == nullptr) require_no_copies(load, model);
   if (request.torch == nullptr) return load.load(copies);
   std::vector<optim::Hyperparameters> options;
   for (const GroupOptions& group : groups) options.push_back(group.options);
@@ -131,14 +134,15 @@ GradScaler::State read_scale(const TrainingLoad& load) {
 }
 
 Loaded load_one(const std::string& folder, const Request& request) {
-  Model& model = request.model;
   // First: what earlier work throws says nothing about the checkpoint.
-  model.synchronize();
-  wait_for_save(model);
+  for (const auto& [path, model] : request.group.models) {
+    model->synchronize();
+    wait_for_save(*model);
+  }
   TrainingLoad load(folder, training_of(request));
   Loaded loaded{load.step(), folder, {}, load.places().missing(), load.places().unexpected()};
   if (request.weights_only) {
-    load.load_weights(model.fused_optimizer().get());
+    load.load_weights(request.group.models.at(0).second->fused_optimizer().get());
     return loaded;
   }
   // Everything that may not fit is read before anything is changed.
@@ -150,12 +154,15 @@ Loaded load_one(const std::string& folder, const Request& request) {
     load_fused_part(load, *request.fused, groups);
   else
     load_plain_part(load, request, groups);
-  const LoadedModel goes_on = load.load_rest(tell_user).at(0);
-  if (goes_on.microbatches && model.run_options().microbatches == kAutoMicrobatches)
-    model.set_auto_microbatches(goes_on.microbatches);
-  else if (goes_on.microbatches)
-    model.run_options().microbatches = goes_on.microbatches;
-  if (goes_on.chunk_logit_bytes) model.run_options().chunk_logit_bytes = goes_on.chunk_logit_bytes;
+  const std::vector<LoadedModel> go_on = load.load_rest(tell_user);
+  for (size_t i = 0; i < go_on.size(); ++i) {
+    Model& model = *request.group.models[i].second;
+    if (go_on[i].microbatches && model.run_options().microbatches == kAutoMicrobatches)
+      model.set_auto_microbatches(go_on[i].microbatches);
+    else if (go_on[i].microbatches)
+      model.run_options().microbatches = go_on[i].microbatches;
+    if (go_on[i].chunk_logit_bytes) model.run_options().chunk_logit_bytes = go_on[i].chunk_logit_bytes;
+  }
   if (request.scaler != nullptr) request.scaler->resume(scale, /*losses_wait=*/!load.own().gradients().empty());
   restore_random_states(load.random());
   return loaded;
@@ -175,6 +182,17 @@ Loaded load(const std::string& folder, const Request& request) {
   }
 }
 
+// Throws std::invalid_argument for no models, or for some that an optimizer steps with others.
+void require_models(const ModelGroup& group) {
+  if (group.models.empty()) throw std::invalid_argument("[load_weights] there are no models, expected at least one");
+  for (const auto& [path, model] : group.models) {
+    if (!model->fused_steps() || steps_all_of(*model->fused_steps(), group)) continue;
+    throw std::invalid_argument(concat("[load_weights] ", model->name(),
+                                       " has an Optimizer that steps it together with other models or parameters than "
+                                       "these, expected the same ones in the same order"));
+  }
+}
+
 void require_plain(const Model& model) {
   if (!model.fused_optimizer()) return;
   throw std::invalid_argument(
@@ -191,23 +209,34 @@ const StateValue& Loaded::value(const std::string& name) const {
 }
 
 Loaded load_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const LoadOptions& options) {
-  require_whole_optimizer("load_checkpoint", model, optimizer);
-  return load(folder, {.model = model, .fused = &optimizer, .scaler = options.scaler, .strict = options.strict});
+  return load_checkpoint(folder, group_of(model), optimizer, options);
+}
+
+Loaded load_checkpoint(const std::string& folder, const ModelGroup& group, Optimizer& optimizer,
+                       const LoadOptions& options) {
+  require_whole_optimizer("load_checkpoint", group, optimizer);
+  return load(folder, {.group = group, .fused = &optimizer, .scaler = options.scaler, .strict = options.strict});
 }
 
 Loaded load_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
                        const LoadOptions& options) {
   require_plain(model);
-  return load(folder, {.model = model, .torch = &optimizer, .scaler = options.scaler, .strict = options.strict});
+  return load(folder,
+              {.group = group_of(model), .torch = &optimizer, .scaler = options.scaler, .strict = options.strict});
 }
 
 Loaded load_checkpoint(const std::string& folder, Model& model, const LoadOptions& options) {
   require_plain(model);
-  return load(folder, {.model = model, .scaler = options.scaler, .strict = options.strict});
+  return load(folder, {.group = group_of(model), .scaler = options.scaler, .strict = options.strict});
 }
 
 Loaded load_weights(const std::string& folder, Model& model, bool strict) {
-  return load(folder, {.model = model, .strict = strict, .weights_only = true});
+  return load_weights(folder, group_of(model), strict);
+}
+
+Loaded load_weights(const std::string& folder, const ModelGroup& group, bool strict) {
+  require_models(group);
+  return load(folder, {.group = group, .strict = strict, .weights_only = true});
 }
 
 }  // namespace roundpipe

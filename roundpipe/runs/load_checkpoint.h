@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/api/model.h>
+#include <roundpipe/api/model_group.h>
 #include <roundpipe/saving/state_value.h>
 
 namespace roundpipe {
@@ -44,11 +44,15 @@ struct Loaded {
 // no checkpoint that is whole; and first whatever earlier work of the model threw, which is no damage. Damage of a
 // large file is found when it has been read: do not use the model then. The caller's thread.
 Loaded load_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const LoadOptions& options = {});
+// Of an optimizer that was made for the group.
+Loaded load_checkpoint(const std::string& folder, const ModelGroup& group, Optimizer& optimizer,
+                       const LoadOptions& options = {});
 Loaded load_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
                        const LoadOptions& options = {});
 // Of a model that was saved without an optimizer.
 Loaded load_checkpoint(const std::string& folder, Model& model, const LoadOptions& options = {});
 // Loads weights and buffers and nothing else, from which a new training starts.
 Loaded load_weights(const std::string& folder, Model& model, bool strict = true);
+Loaded load_weights(const std::string& folder, const ModelGroup& group, bool strict = true);
 
 }  // namespace roundpipe

@@ -9,13 +9,17 @@
 #include <roundpipe/runs/torch_optimizer.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/saving/contents.h>
+#include <roundpipe/training/fused_steps.h>
 
 namespace roundpipe {
 
-TrainedModel parts_of(Model& model) {
+namespace {
+
+TrainedModel parts_of(const std::string& path, Model& model) {
   const std::shared_ptr<runtime::Engine> pool = runtime::Engine::current();
   const RunOptions& options = model.run_options();
-  TrainedModel parts{.pipeline = model.shared_pipeline(),
+  TrainedModel parts{.path = path,
+                     .pipeline = model.shared_pipeline(),
                      .name = model.name(),
                      .microbatches = options.microbatches == kAutoMicrobatches
                                          ? model.auto_microbatches()
@@ -27,8 +31,36 @@ TrainedModel parts_of(Model& model) {
   return parts;
 }
 
-ModelNames names_of(const Model& model, const LeavesOut& leaves_out) {
-  return {model.parameter_names(), model.buffer_names(), leaves_out};
+void append(NamedParameters& all, const std::string& path, const NamedParameters& named) {
+  for (const auto& [name, tensor] : named) all.emplace_back(path.empty() ? name : concat(path, ".", name), tensor);
+}
+
+}  // namespace
+
+ModelGroup group_of(Model& model) { return {{{"", &model}}}; }
+
+std::vector<TrainedModel> parts_of(const ModelGroup& group) {
+  std::vector<TrainedModel> parts;
+  for (const auto& [path, model] : group.models) parts.push_back(parts_of(path, *model));
+  return parts;
+}
+
+ModelNames names_of(const ModelGroup& group, const LeavesOut& leaves_out) {
+  NamedParameters parameters, buffers;
+  for (const auto& [path, model] : group.models) {
+    append(parameters, path, model->parameter_names());
+    append(buffers, path, model->buffer_names());
+  }
+  append(parameters, "", group.parameters);
+  append(buffers, "", group.buffers);
+  return {parameters, buffers, leaves_out};
+}
+
+std::vector<std::shared_ptr<runtime::Pipeline>> pipelines_of(const ModelGroup& group) {
+  if (const auto& fused = group.models.at(0).second->fused_steps()) return fused->pipelines();
+  std::vector<std::shared_ptr<runtime::Pipeline>> pipelines;
+  for (const auto& [path, model] : group.models) pipelines.push_back(model->shared_pipeline());
+  return pipelines;
 }
 
 FusedOptimizer fused_of(const Optimizer& optimizer) {
@@ -79,8 +111,17 @@ std::vector<GivenValue> schedules_of(const Optimizer& optimizer) {
            /*is_state_dict=*/true}};
 }
 
-void require_whole_optimizer(const char* where, const Model& model, const Optimizer& optimizer) {
-  if (model.fused_optimizer() != optimizer.core()) {
+bool steps_all_of(const FusedSteps& steps, const ModelGroup& group) {
+  FusedSteps::Models models;
+  FusedSteps::HostParameters parameters;
+  for (const auto& [path, model] : group.models) models.push_back(model->shared_core());
+  for (const auto& [name, parameter] : group.parameters) parameters.push_back({name, parameter});
+  return steps.are(models, parameters);
+}
+
+void require_whole_optimizer(const char* where, const ModelGroup& group, const Optimizer& optimizer) {
+  const bool is_newest = optimizer.fused_steps()->optimizer() == optimizer.core();
+  if (!is_newest || !steps_all_of(*optimizer.fused_steps(), group)) {
     throw std::invalid_argument(concat("[", where,
                                        "] the optimizer was not made for this model, or another one was made since, "
                                        "expected the one that steps it"));

@@ -124,10 +124,10 @@ void require_parameters(const TrainedOptimizer& optimizer, const ModelNames& nam
   }
 }
 
-std::shared_ptr<Capture> capture_of(Model& model, const SaveOptions& options, const Saved& saved,
+std::shared_ptr<Capture> capture_of(const ModelGroup& group, const SaveOptions& options, const Saved& saved,
                                     const std::shared_ptr<saving::SnapshotMemory>& memory) {
-  const ModelNames names = names_of(model, options.leaves_out);
-  const std::vector<TrainedModel> models{parts_of(model)};
+  const ModelNames names = names_of(group, options.leaves_out);
+  const std::vector<TrainedModel> models = parts_of(group);
   CapturedRun run{.step = saved.step,
                   .steps = saved.fused == nullptr ? saved.step : saved.fused->steps(),
                   .versions = {{"roundpipe", ROUNDPIPE_VERSION}, {"torch", TORCH_VERSION}}};
@@ -142,7 +142,7 @@ std::shared_ptr<Capture> capture_of(Model& model, const SaveOptions& options, co
     capture->take(fused_of(*saved.fused), parts_of(*saved.fused, names), memory);
     return capture;
   }
-  CopySteps* const copies = model.copy_steps().get();
+  CopySteps* const copies = group.models.at(0).second->copy_steps().get();
   if (saved.torch == nullptr) {
     capture->take(models, copies, nullptr, {});
     return capture;
@@ -153,7 +153,17 @@ std::shared_ptr<Capture> capture_of(Model& model, const SaveOptions& options, co
   return capture;
 }
 
-Save save(const std::string& folder, Model& model, const SaveOptions& options, const Saved& saved) {
+// The smallest limit of a model; unset: there is none.
+std::optional<int64_t> host_budget(const ModelGroup& group) {
+  std::optional<int64_t> smallest;
+  for (const auto& [path, model] : group.models) {
+    const std::optional<int64_t> own = model->core().memory().budget().host_bytes;
+    if (own) smallest = std::min(*own, smallest.value_or(*own));
+  }
+  return smallest;
+}
+
+Save save(const std::string& folder, const ModelGroup& group, const SaveOptions& options, const Saved& saved) {
   const double began_ms = now_ms();
   SaveWork::Settings settings{.step = saved.step,
                               .run = run_folder(folder, tell_user),
@@ -163,18 +173,17 @@ Save save(const std::string& folder, Model& model, const SaveOptions& options, c
                               .tell = tell_user};
   settings.path = settings.run->path();
   if (!options.wait) settings.text_of = text_of;
-  wait_for_save(model);
+  for (const auto& [path, model] : group.models) wait_for_save(*model);
   const auto memory = std::make_shared<saving::SnapshotMemory>(
-      options.snapshot_memory_bytes
-          ? *options.snapshot_memory_bytes
-          : default_snapshot_bytes({model.shared_pipeline()}, model.core().memory().budget().host_bytes));
-  const std::shared_ptr<Capture> capture = capture_of(model, options, saved, memory);
+      options.snapshot_memory_bytes ? *options.snapshot_memory_bytes
+                                    : default_snapshot_bytes(pipelines_of(group), host_budget(group)));
+  const std::shared_ptr<Capture> capture = capture_of(group, options, saved, memory);
   // What no snapshot stands at may be read until this returns, not longer.
   const bool is_plain = saved.fused == nullptr;
   const bool writes_here = is_plain && !memory->try_take(capture->contents()->plain_bytes());
   if (is_plain && !writes_here) capture->contents()->copy_plain();
   const auto work = std::make_shared<SaveWork>(std::move(settings), capture->contents(), memory);
-  note_save_of(model, work);
+  for (const auto& [path, model] : group.models) note_save_of(*model, work);
   note_save(work->path(), work->over());
   // Registered after the engine's own exit handler, so that it runs before that.
   [[maybe_unused]] static const int registered = std::atexit([] {
@@ -214,10 +223,15 @@ void wait_for_save(const Model& model) {
 }
 
 Save save_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const SaveOptions& options) {
+  return save_checkpoint(folder, group_of(model), optimizer, options);
+}
+
+Save save_checkpoint(const std::string& folder, const ModelGroup& group, Optimizer& optimizer,
+                     const SaveOptions& options) {
   require_callers_thread();
   check(options);
-  require_whole_optimizer("save_checkpoint", model, optimizer);
-  return save(folder, model, options, {.fused = &optimizer, .step = options.step.value_or(optimizer.steps())});
+  require_whole_optimizer("save_checkpoint", group, optimizer);
+  return save(folder, group, options, {.fused = &optimizer, .step = options.step.value_or(optimizer.steps())});
 }
 
 Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
@@ -231,7 +245,7 @@ Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Opti
   }
   const int64_t step = step_of(options);
   finish_work(model);
-  return save(folder, model, options, {.torch = &optimizer, .step = step});
+  return save(folder, group_of(model), options, {.torch = &optimizer, .step = step});
 }
 
 Save save_checkpoint(const std::string& folder, Model& model, const SaveOptions& options) {
@@ -244,7 +258,7 @@ Save save_checkpoint(const std::string& folder, Model& model, const SaveOptions&
   }
   const int64_t step = step_of(options);
   finish_work(model);
-  return save(folder, model, options, {.step = step});
+  return save(folder, group_of(model), options, {.step = step});
 }
 
 }  // namespace roundpipe

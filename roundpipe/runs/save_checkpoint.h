@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/api/model.h>
+#include <roundpipe/api/model_group.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/saving/state_value.h>
 
@@ -81,6 +81,9 @@ class Save {
 // Throws std::invalid_argument for an option, an optimizer or a value that does not fit, with nothing written; Error if
 // another process writes to the folder, or it cannot be written to. The caller's thread.
 Save save_checkpoint(const std::string& folder, Model& model, Optimizer& optimizer, const SaveOptions& options = {});
+// Of an optimizer that was made for the group: one checkpoint of the whole, as Python's of an AutoRoundPipe.
+Save save_checkpoint(const std::string& folder, const ModelGroup& group, Optimizer& optimizer,
+                     const SaveOptions& options = {});
 Save save_checkpoint(const std::string& folder, Model& model, torch::optim::Optimizer& optimizer,
                      const SaveOptions& options);
 // Of a model that nothing has trained.

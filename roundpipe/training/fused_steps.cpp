@@ -24,6 +24,13 @@ FusedSteps::FusedSteps(Models models, HostParameters host_parameters)
   for (const auto& model : models_) pipelines_.push_back(model->pipeline());
 }
 
+bool FusedSteps::are(const Models& models, const HostParameters& host_parameters) const {
+  const auto same = [](const memory::NamedTensor& a, const memory::NamedTensor& b) {
+    return a.name == b.name && a.tensor.is_same(b.tensor);
+  };
+  return models == models_ && std::ranges::equal(host_parameters, host_parameters_, same);
+}
+
 void FusedSteps::require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const {
   std::optional<int64_t> budget;
   for (const auto& model : models_) {
@@ -62,6 +69,8 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
     std::vector<std::unique_ptr<runtime::Layer>> layers;
     layers.push_back(layers::make_host_parameters("host", host_parameters_));
     host_ = std::make_shared<runtime::Pipeline>("host", std::move(layers), /*pinned=*/false);
+    // Backwards outside of calls add to `.grad`, so loaded sums have to be there.
+    host_->gradients().set_shows_at_once(true);
     pipelines_.push_back(host_);
   }
   std::vector<std::vector<std::vector<int>>> groups;
@@ -98,6 +107,7 @@ std::shared_ptr<runtime::StepRun> FusedSteps::start_step(std::vector<optim::Hype
                                                          const StepOptions& options, double loss_scale) {
   std::shared_ptr<runtime::StepRun> run = optimizer_->step(std::move(groups), options, loss_scale);
   hides_weights_ = true;
+  is_behind_ = true;
   show_host_weights();
   return run;
 }
@@ -106,6 +116,7 @@ void FusedSteps::synchronize() {
   for (const auto& model : models_) model->pipeline()->drain();
   if (optimizer_) optimizer_->finish();
   hides_weights_ = false;
+  is_behind_ = false;
   for (const auto& model : models_) model->pipeline()->expose();
 }
 

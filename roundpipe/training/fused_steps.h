@@ -44,6 +44,8 @@ class FusedSteps {
   // REQUIRES: prepare_bind().
   void bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
             std::shared_ptr<cluster::Nodes> nodes);
+  // Whether these are its models and host parameters.
+  bool are(const Models& models, const HostParameters& host_parameters) const;
   // Null: bind() was not called.
   const std::shared_ptr<runtime::ModelOptimizer>& optimizer() const { return optimizer_; }
 
@@ -65,6 +67,8 @@ class FusedSteps {
   // Waits for all work; then calls read the newest weights, which the parameters show with the gradients that no step
   // has consumed.
   void synchronize();
+  // Whether a step was made since synchronize().
+  bool is_behind() const { return is_behind_; }
   // Lets the parameters show the newest weights; calls read what they would have read.
   void show_weights();
   // Whether parameters may not show the weights from which the next step starts.
@@ -82,6 +86,7 @@ class FusedSteps {
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;
   TrainedParameters trained_;
   bool hides_weights_ = false;
+  bool is_behind_ = false;
 };
 
 }  // namespace roundpipe

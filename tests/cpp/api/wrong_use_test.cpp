@@ -100,7 +100,7 @@ TEST_SUITE("wrong use") {
   TEST_CASE("options of a call") {
     refuses({
         with([](RunOptions& options) { options.microbatches = 0; }, "microbatches"),
-        with([](RunOptions& options) { options.microbatches = -1; }, "microbatches"),
+        with([](RunOptions& options) { options.microbatches = -2; }, "microbatches"),
         with([](RunOptions& options) { options.gradient_groups = 0; }, "gradient_groups"),
         with([](RunOptions& options) { options.verify_every = -1; }, "verify_every"),
         with([](RunOptions& options) { options.cut_inputs = {Cut::along(0), Cut::along(0)}; },

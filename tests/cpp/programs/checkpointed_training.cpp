@@ -1,5 +1,5 @@
 // A training that Python's tests have a twin of: test_checkpoints_of_cpp.py.
-//   checkpointed_training FOLDER fused|torch|copies float32|bfloat16 DEVICES STEPS [resume|try]
+//   checkpointed_training FOLDER fused|group|torch|copies float32|bfloat16 DEVICES STEPS [resume|try]
 // Prints each step's loss, and saves a checkpoint at the end. With `try`, it loads each folder that a line of the input
 // names, and prints a line of JSON: the step, the losses of two more steps, or what it threw; and what it told.
 #include <sys/resource.h>
@@ -72,6 +72,28 @@ void try_each(Model& model, Optimizer& optimizer, const Call& call) {
   }
 }
 
+// A whole with two models and a layer on the host between them.
+void train_group(const std::string& folder, int steps, bool resumes) {
+  nn::Sequential encoder{nn::Linear(5, 9), nn::Tanh(), nn::Dropout(0.2)};
+  nn::Linear bridge(9, 9);
+  nn::Sequential decoder{nn::Linear(9, 3)};
+  Model first(encoder, {.name = "encoder"}), second(decoder, {.name = "decoder"});
+  for (Model* const model : {&first, &second}) model->run_options().microbatches = 3;
+  const ModelGroup whole{{{"encoder", &first}, {"decoder", &second}},
+                         {{"bridge.weight", bridge->weight}, {"bridge.bias", bridge->bias}}};
+  Optimizer optimizer(whole, torch::optim::AdamWOptions(0.02).weight_decay(0.01));
+  optimizer.set_learning_rate([](int64_t done) { return 1 / (1 + 0.25 * static_cast<double>(done)); });
+  if (resumes) load_checkpoint(folder, whole, optimizer);
+  for (int i = 0; i < steps; ++i) {
+    const at::Tensor batch = at::randn({8, 5}), labels = at::randn({8, 3});
+    const at::Tensor loss = (second.forward(bridge(first.forward(batch))) - labels).square().sum();
+    loss.backward();
+    std::printf("%a\n", loss.item<double>());
+    optimizer.step();
+  }
+  save_checkpoint(folder, whole, optimizer, {.state = {{"note", "from C++"}, {"array", at::arange(4)}}, .wait = true});
+}
+
 }  // namespace
 
 int main(int /*count*/, char** arguments) {
@@ -79,6 +101,10 @@ int main(int /*count*/, char** arguments) {
   const at::ScalarType dtype = dtype_name == "float32" ? at::kFloat : at::kBFloat16;
   set_devices(arguments[4]);
   at::manual_seed(7);
+  if (optimizer_kind == "group") {
+    train_group(folder, std::stoi(arguments[5]), arguments[6] != nullptr);
+    return 0;
+  }
   nn::Sequential layers{nn::Linear(5, 9), nn::Tanh(), nn::Dropout(0.2), nn::Linear(9, 3)};
   layers->to(dtype);
   Model model(layers);

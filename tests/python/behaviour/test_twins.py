@@ -52,7 +52,6 @@ PHRASES = {
         ("roundpipe/runs/load_checkpoint.cpp", "python/roundpipe/model/step/fused_steps.py"),
         ("roundpipe/training/copy_steps.cpp", "python/roundpipe/model/step/group.py"),
         ("roundpipe/api/model.cpp", "python/roundpipe/model/step/group.py"),
-        ("roundpipe/api/grad_scaler.cpp", "python/roundpipe/model/step/scaler.py"),
         ("roundpipe/memory/parameter_block.cpp", "python/roundpipe/following/layers/shell.py"),
         ("roundpipe/api/loss.cpp", "python/roundpipe/model/call/loss_function.py"),
         ("roundpipe/core/skipped_steps.cpp", "python/roundpipe/ops/packed_attention.py"),

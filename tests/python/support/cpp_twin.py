@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import roundpipe
-from roundpipe import RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
+from roundpipe import AutoRoundPipe, RoundPipe, RoundPipeRunConfig, load_checkpoint, save_checkpoint
 
 PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "tests" / "cpp" / "checkpointed_training"
-FUSED, TORCH, COPIES = "fused", "torch", "copies"
+FUSED, GROUP, TORCH, COPIES = "fused", "group", "torch", "copies"
 
 
 def in_cpp(folder: Path, kind: str, dtype: torch.dtype, devices: str, steps: int, *mode: str) -> list[str]:
@@ -37,6 +37,22 @@ def tried_in_cpp(folders: Iterable[Path], kind: str, dtype: torch.dtype) -> list
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+class Whole(nn.Module):
+    """Two models in the pipeline, and a layer on the host between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = RoundPipeRunConfig(num_microbatch=3)
+        encoder = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Dropout(0.2))
+        self.encoder = RoundPipe(encoder, name="encoder", model_run_config=config)
+        self.bridge = nn.Linear(9, 9)
+        self.decoder = RoundPipe(nn.Sequential(nn.Linear(9, 3)), name="decoder", model_run_config=config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.decoder(self.bridge(self.encoder(x)))
+        return out
+
+
 class Training:
     """The program's twin."""
 
@@ -45,10 +61,13 @@ class Training:
         layers = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Dropout(0.2), nn.Linear(9, 3)).to(dtype)
         self.kind, self.dtype = kind, dtype
         wider = torch.float32 if kind == COPIES else None
-        self.model = RoundPipe(layers, optim_dtype=wider, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        self.model: Any = RoundPipe(layers, optim_dtype=wider, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        if kind == GROUP:
+            torch.manual_seed(7)
+            self.model = AutoRoundPipe(Whole())
         self.optimizer: Any
         self.scheduler: Any = None
-        if kind == FUSED:
+        if kind in (FUSED, GROUP):
             self.optimizer = roundpipe.optim.AdamW(self.model, lr=0.02, weight_decay=0.01)
             self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.25 * step))
         else:
@@ -61,6 +80,11 @@ class Training:
         losses = []
         for _ in range(count):
             batch, labels = torch.randn(8, 5), torch.randn(8, 3)
+            if self.kind == GROUP:
+                loss = self.loss(self.model(batch), labels)
+                loss.backward()  # type: ignore[no-untyped-call]
+                losses.append(loss.item())
+                continue
             result = self.model.forward_backward(
                 input_args=(batch.to(self.dtype),), label=labels, loss_fn=self.loss, return_outputs=False
             )
@@ -71,7 +95,7 @@ class Training:
         losses = []
         for _ in range(count):
             losses += self.calls(1)
-            if self.kind == FUSED:
+            if self.kind in (FUSED, GROUP):
                 self.model.step(self.optimizer, lr_scheduler=self.scheduler)
             else:
 

@@ -53,7 +53,7 @@ def capture_of(
     capture.take_schedulers([_given(scheduler) for scheduler in schedulers])
     capture.take_values([(name, _given(value)) for name, value in objects.items()])
     if scaler is not None:
-        capture.take_scaler(_later_state(scaler))
+        capture.take_scaler(scaler.later_state())
     taken = None if optimizer is None else optimizer_of(model, optimizer, with_options=True)
     if isinstance(group, FusedSteps):
         assert taken is not None
@@ -68,25 +68,6 @@ def capture_of(
 def _given(value: Any) -> tuple[Any, bool]:
     """The value or, of an object that has one, its state dict; and whether it is that."""
     return (value.state_dict(), True) if hasattr(value, "state_dict") else (value, False)
-
-
-def _later_state(scaler: GradScaler) -> Any:
-    """Returns a function that waits for the queued steps and returns the scaler's state after them."""
-    resume = scaler.resume_state()
-    state: dict[str, Any] = {}
-
-    def read() -> bool:
-        state.update(scaler.state_dict())
-        return False
-
-    update = _core.after_step_functions(read)
-
-    def later() -> dict[str, Any]:
-        update.wait()
-        update.result()
-        return {"state": state, "resume": resume}
-
-    return later
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ from roundpipe import _core
 from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments, Step, as_schedulers, core_rule
 from roundpipe.model.step.group import StepGroup
 from roundpipe.model.step.plain_steps import owners
-from roundpipe.model.step.scaler import GradScaler, StepScales, synchronize_scales
+from roundpipe.model.step.scaler import GradScaler, synchronize_scales
 from roundpipe.model.step.uninterrupted import uninterrupted
 
 
@@ -35,8 +35,8 @@ class FusedSteps(StepGroup):
     """Models that a `roundpipe.optim` optimizer updates in place; every other way of stepping them is refused.
 
     There are no copies of parameters. A step starts the update of each block in the engine, which waits for the block's
-    gradients by itself, so the pending update of this class is only that of a loss scale. From a step until
-    `show_weights` or `synchronize`, the models' parameters may show neither the old nor the new weights.
+    gradients by itself. From a step until `show_weights` or `synchronize`, the models' parameters may show neither the
+    old nor the new weights.
 
     Another optimizer may be made for the same models: it replaces the binding, and the earlier optimizer's steps are
     refused.
@@ -57,7 +57,6 @@ class FusedSteps(StepGroup):
     def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
         super().__init__(earlier.models, earlier.joint)
         self._core = self.models.fused
-        self._pending: _core.FunctionRun | None = None
         self.steps, self.save = earlier.steps, earlier.save
         self._bind(earlier, optimizer, moments, gradients)
         owners.add(self)
@@ -107,18 +106,17 @@ class FusedSteps(StepGroup):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
         groups = optimizer.core_groups()
+        pipelines = self.models.all_pipelines()
+        scale: torch.Tensor | None = None
         with nullcontext() if self.joint is None else self.joint.counts.telling_failure():
             self.check_trainable()
             self.finish_update()
             if self.joint is not None:
                 self.models.raise_pending()
             self._core.prepare_step(is_async)  # here, so that Ctrl+C ends the wait
-        scales: StepScales | None = None
-        loss_scale = 0.0  # losses are not scaled
-        if scaler is not None and scaler.is_enabled():
-            pipelines = self.models.all_pipelines()
-            scale = scaler._hand_over(self, pipelines, several_nodes=self.joint is not None)
-            scales, loss_scale = StepScales({scaler: scale}, self, pipelines), float(scale)
+            if scaler is not None and scaler.is_enabled():
+                scale = scaler._begin_step(self, pipelines, several_nodes=self.joint is not None)
+        loss_scale = 0.0 if scale is None else float(scale)  # 0: losses are not scaled
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
             step_options.gradient_factor = self.joint.step(
@@ -126,34 +124,20 @@ class FusedSteps(StepGroup):
             )
         with uninterrupted():
             run = self._core.start_step(groups, step_options, loss_scale)
-            if scaler is not None and scales is not None:
-                self._pending = _core.after_step_functions(lambda: self._update_scale(scaler, scales, run))
-        if self._pending is not None and not is_async:
-            # The scale of the next losses depends on these gradients.
-            self.finish_update()
-            synchronize_scales(self, self.models.all_pipelines())
+            if scaler is not None and scale is not None:
+                scaler._stepped(pipelines, run, scale)
+        if scale is not None and not is_async:
+            synchronize_scales(self, pipelines)  # the scale of the next losses depends on these gradients
         self.steps += 1
         optimizer.count_step()
         for scheduler in schedulers:
             scheduler.step()
         return Step(run)
 
-    @staticmethod
-    def _update_scale(scaler: GradScaler, scales: StepScales, run: _core.StepRun) -> bool:
-        """Runs on the optimizer thread. Returns False: there is nothing to publish."""
-        run.wait_decided()
-        with scales.active():
-            scaler._update_after(run.overflowed)
-        return False
-
     def finish_update(self) -> None:
         """See `StepGroup.finish_update`."""
         _core.require_callers_thread()
         _core.require_no_step_function()
-        if self._pending is not None:
-            self._pending.wait()
-            pending, self._pending = self._pending, None
-            pending.result()
 
     def synchronize(self) -> None:
         """See `StepGroup.synchronize`."""

@@ -1,10 +1,9 @@
 """Loss scaling for fp16 that works with asynchronous steps.
 
 Workers scale losses while an earlier step may still be deciding the next scale. So there are two scales: losses use the
-*front* scale, which the engine keeps (`_core.LossScale`), and `update` changes the *current* one. A queued step
-remembers the scale of its own losses and unscales with it. The main thread decides when the front scale moves: at
-`model.step` if the step function updates the scale, at `update` if the main thread does. So the program decides the
-scale of every loss; timing never does.
+*front* scale, and `update` changes the *current* one. The engine has both (`_core.ScaleMoves`). Here is what
+torch's class and step functions of Python need beside that: a queued step remembers the scale of its own losses and
+unscales with it, and an `update` may follow on the main thread.
 
 A scaler belongs to the models in whose calls it has scaled a loss, or whose step has used it. Other models' steps,
 synchronisations and checks leave it alone, and it them.
@@ -53,7 +52,7 @@ class StepScales:
         self._scales = weakref.WeakKeyDictionary(scales)
         self._maker = maker
         self._pipelines = pipelines
-        self._outside = weakref.WeakKeyDictionary({scaler: scaler._losses.outside_losses() for scaler in scales})
+        self._outside = weakref.WeakKeyDictionary({scaler: scaler._moves.outside_losses() for scaler in scales})
         self._made = False  # the step function ran and did not raise
 
     @contextmanager
@@ -81,7 +80,7 @@ class StepScales:
             return
         scaler._belong_to(self._maker, self._pipelines)
         if scaler in self._outside:
-            scaler._losses.stepped_outside(self._outside[scaler])
+            scaler._moves.stepped_outside(self._outside[scaler])
 
     def queued(self) -> None:
         """The step function has been queued; it may be followed by calls of the scalers on the main thread."""
@@ -90,11 +89,11 @@ class StepScales:
                 scaler._queued = self
 
 
-class _Losses(_core.LossScale):
+class _Moves(_core.ScaleMoves):
     """What the models that a scaler belongs to know of it."""
 
-    def __init__(self, scaler: GradScaler, first: torch.Tensor) -> None:
-        super().__init__(first)
+    def __init__(self, scaler: GradScaler) -> None:
+        super().__init__()
         self.scaler = weakref.ref(scaler)
 
 
@@ -189,58 +188,58 @@ class GradScaler(torch.amp.GradScaler):
             _scalers.add(self)
 
     def _make_scales(self) -> None:
-        self._lock = threading.RLock()
-        self._current: torch.Tensor | None = None  # () fp32, result of the latest update, changed in place. Guarded.
-        self._losses = _Losses(self, torch.zeros(()))  # has a scale once _current has one
+        self._moves = _Moves(self)
         self._makers: weakref.WeakSet[StepMaker] = weakref.WeakSet()  # of the steps that have used the scaler
         # Used by the main thread only.
         self._met: weakref.WeakSet[_core.Pipeline] = weakref.WeakSet()  # have made a step since there is this scaler
         self._queued: StepScales | None = None  # of the last step function, until `update` on the main thread
         self._late: _core.FunctionRun | None = None  # an `update` that the main thread has queued
-        self._updates_on_main = False
 
-    # The base class reads and sets the scale by this one name. Each thread sees the scale that applies to it.
+    # The base class reads, changes and sets these by their names. Each thread sees the scale that applies to it.
     @property
     def _scale(self) -> torch.Tensor | None:
         scales = _active.scales
         step_scale = None if scales is None else scales.of(self)
-        return self._current if step_scale is None else step_scale
+        return self._moves.current if step_scale is None else step_scale
 
     @_scale.setter
     def _scale(self, value: torch.Tensor | None) -> None:
-        with self._lock:
-            self._current = value
-            self._restart()
+        if value is not None:
+            cast(torch.Tensor, self._ready().current).copy_(value)
+            self._moves.restart_losses()
 
-    def _restart(self) -> None:
-        """Forgets earlier losses: the next ones use the current scale. Holds _lock."""
-        if self._current is not None:
-            self._losses.restart(self._current)
+    @property
+    def _growth_tracker(self) -> torch.Tensor | None:
+        return self._moves.growth_tracker
+
+    @_growth_tracker.setter
+    def _growth_tracker(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            cast(torch.Tensor, self._ready().growth_tracker).copy_(value)
 
     def loss_scale(self) -> _core.LossScale | None:
         """The engine's part, for losses that it makes itself; None if disabled."""
         return self._ready() if self._enabled else None
 
-    def _ready(self) -> _Losses:
-        """The scales of the losses, once there is one."""
-        with self._lock:
-            if self._current is None:
-                self._lazy_init_scale_growth_tracker(torch.device("cpu"))
-        return self._losses
+    def _ready(self) -> _Moves:
+        """The engine's part, once it has a scale."""
+        if not self._moves.started:
+            self._moves.start(self._init_scale, self._init_growth_tracker)
+        return self._moves
 
     def _belong_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> None:
         self._makers.add(maker)
-        self._losses.belong_to(list(pipelines))
+        self._moves.belong_to(list(pipelines))
 
     def _belongs_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> bool:
-        return maker in self._makers or any(pipeline.has_loss_scale(self._losses) for pipeline in pipelines)
+        return maker in self._makers or any(pipeline.has_loss_scale(self._moves) for pipeline in pipelines)
 
     def _may_belong_to(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> bool:
         """The same for a scaler that no step has used yet: this one may be the first."""
         return self._belongs_to(maker, pipelines) or not self._makers
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        self._ready()
 
     def scale(self, outputs: Any) -> Any:
         """Multiplies `outputs`, a tensor or a (nested) iterable of tensors, by the front scale."""
@@ -277,6 +276,7 @@ class GradScaler(torch.amp.GradScaler):
         if _active.scales is not None:
             _active.scales.note_use(self)
             return
+        self._moves.finish_steps()
         show_gradients_of(optimizer)
         for group in stepped_groups(optimizer):
             self._belong_to(group, group.models.all_pipelines())
@@ -316,8 +316,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         scales = cast(StepScales, self._queued)
         self._finish_late()
-        self._updates_on_main = True
-        self._advance()
+        self._moves.move_outside()
 
         def run() -> bool:
             # If the step was not made, the step or its batch has raised already.
@@ -330,13 +329,7 @@ class GradScaler(torch.amp.GradScaler):
         self._late = _core.after_step_functions(run)
         if not is_async:
             self._finish_late()
-            self._advance()
-
-    def _advance(self) -> None:
-        """Makes the next losses use the current scale."""
-        with self._lock:
-            if self._current is not None:
-                self._losses.set_next(self._current)
+            self._moves.advance()
 
     def _finish_late(self) -> None:
         """Waits for the queued update, and raises whatever it raised."""
@@ -348,18 +341,17 @@ class GradScaler(torch.amp.GradScaler):
     def _update_here(self, new_scale: float | torch.Tensor | None) -> None:
         """Runs `update` in this thread, at once."""
         scales = _active.scales
-        step_scale = None
-        if scales is not None:
-            scales.note_use(self)
-            step_scale = scales.take(self)
-        with self._lock:
-            before = None if self._current is None else self._current.clone()
+        if scales is None:
+            self._moves.finish_steps()
             super().update(new_scale)
-            if scales is None:
-                self._restart()
-            elif new_scale is None and step_scale is not None:
-                current, before = cast(torch.Tensor, self._current), cast(torch.Tensor, before)
-                current.copy_(_core.LossScale.after_step(before, current, step_scale, self._backoff_factor))
+            self._moves.restart_losses()
+            return
+        scales.note_use(self)
+        step_scale = scales.take(self)
+        before = None if self._moves.current is None else self._moves.current.clone()
+        super().update(new_scale)
+        if new_scale is None and step_scale is not None and before is not None:
+            self._moves.decided(before, step_scale, self._backoff_factor)
 
     @property
     def enabled(self) -> bool:
@@ -396,47 +388,62 @@ class GradScaler(torch.amp.GradScaler):
             _core.after_step_functions(lambda: False).wait()
         return self
 
-    def _update_after(self, overflowed: bool) -> None:
-        """`update` after a step whose gradients other code has checked."""
-        state = self._per_optimizer_states[id(self)]
-        state["found_inf_per_device"] = {torch.device("cpu"): torch.tensor(float(overflowed))}
-        self._update_here(None)
-
     def _get_scale_async(self) -> torch.Tensor | None:
-        if _active.scales is not None or self._current is None:
+        if _active.scales is not None or not self._moves.started:
             return self._scale
-        return self._losses.next()
+        return self._moves.next()
 
     def resume_state(self) -> dict[str, Any]:
         """What a run that resumes needs beside `state_dict()`: the scale of the next losses, and who moves it."""
-        with self._lock:
-            front = None if self._current is None else float(self._losses.waiting_or_next())
-            return {"front": front, "updates_on_main": self._updates_on_main}
+        front = float(self._moves.waiting_or_next()) if self._moves.started else None
+        return {"front": front, "updates_on_main": self._moves.moves_outside}
 
     def load_resume_state(self, state: dict[str, Any]) -> None:
         """Restores `resume_state()`, after `load_state_dict`."""
-        with self._lock:
-            if state["front"] is not None:
-                self._ready().restart(torch.tensor(state["front"], dtype=torch.float32))
-            self._updates_on_main = state["updates_on_main"]
+        if state["front"] is not None:
+            self._ready().restart(torch.tensor(state["front"], dtype=torch.float32))
+        self._moves.moves_outside = state["updates_on_main"]
 
     def state_dict(self) -> dict[str, Any]:
         """The current scale and the growth state; {} if disabled."""
-        state = super().state_dict()
-        with self._lock:
-            if state and self._current is not None:
-                state["scale"] = self._current.item()
+        if self._enabled and _active.scales is None:
+            self._moves.finish_steps()
+        return self._with_current(super().state_dict())
+
+    def _with_current(self, state: dict[str, Any]) -> dict[str, Any]:
+        if state and self._moves.started:
+            state["scale"] = cast(torch.Tensor, self._moves.current).item()
         return state
+
+    def later_state(self) -> Callable[[], dict[str, Any]]:
+        """Returns a function that waits for the steps made so far and returns `state_dict()` after them, and
+        `resume_state()` as it is now. Taking it waits for no step of a fused optimizer."""
+        if self._late is not None:
+            self._late.wait()
+        resume, state = self.resume_state(), self._with_current(super().state_dict())
+        if not (state and self._moves.started):
+            return lambda: {"state": state, "resume": resume}
+        later = self._moves.later_state()
+
+        def read() -> dict[str, Any]:
+            decided = later()
+            return {
+                "state": state | {"scale": decided.scale, "_growth_tracker": decided.growth_tracker},
+                "resume": resume,
+            }
+
+        return read
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores `state_dict()`. The next losses use the restored scale."""
-        with self._lock:
-            super().load_state_dict(state_dict)
-            self._restart()
+        if self._enabled:
+            self._moves.finish_steps()
+        super().load_state_dict(state_dict)
+        self._moves.restart_losses()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        own = ("_lock", "_current", "_losses", "_makers", "_met", "_scale", "_queued", "_late")
+        own = ("_moves", "_makers", "_met", "_scale", "_growth_tracker", "_queued", "_late")
         return {key: value for key, value in state.items() if key not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -445,8 +452,8 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:
             _scalers.add(self)
 
-    def _hand_over(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline], several_nodes: bool) -> torch.Tensor:
-        """The scale of the losses so far, for a step that is about to be made. Later losses use the current scale.
+    def _begin_step(self, maker: StepMaker, pipelines: Sequence[_core.Pipeline], several_nodes: bool) -> torch.Tensor:
+        """The scale of the losses so far, for a step that is about to be made.
 
         Raises:
             ValueError: no loss has been scaled.
@@ -454,17 +461,20 @@ class GradScaler(torch.amp.GradScaler):
         for other in list(self._makers):
             other.finish_update()
         self._finish_late()
-        for pipeline in pipelines:
-            if not self._losses.has_stepped(pipeline):
-                pipeline.wait_losses()
-        if self._current is None and not several_nodes:
-            raise ValueError("[step] the scaler has scaled no loss yet, expected scaler.scale(loss) in loss_fn")
-        scale = self._ready().of_step(list(pipelines), several_nodes)
+        if several_nodes:
+            self._ready()
+        scale = self._moves.begin_step(list(pipelines), several_nodes)
         self._belong_to(maker, pipelines)
-        self._losses.stepped(list(pipelines))
-        if not self._updates_on_main:
-            self._advance()
-        return self._losses.next() if scale is None else scale
+        return scale
+
+    def _stepped(self, pipelines: Sequence[_core.Pipeline], run: _core.StepRun, scale: torch.Tensor) -> None:
+        """A fused step of losses with this scale was started. It counts as one with the steps of other optimizers since
+        the last update."""
+        rule = _core.ScaleRule(self._growth_factor, self._backoff_factor, self._growth_interval)
+        states = self._per_optimizer_states
+        found = [value for state in states.values() for value in state["found_inf_per_device"].values()]
+        self._moves.stepped_by(list(pipelines), run, scale, rule, any(value.item() != 0 for value in found))
+        states.clear()
 
 
 def _scalers_of(pipelines: Iterable[_core.Pipeline]) -> list[GradScaler]:
@@ -472,7 +482,7 @@ def _scalers_of(pipelines: Iterable[_core.Pipeline]) -> list[GradScaler]:
     found: dict[int, GradScaler] = {}
     for pipeline in pipelines:
         for losses in pipeline.loss_scales():
-            scaler = losses.scaler() if isinstance(losses, _Losses) else None
+            scaler = losses.scaler() if isinstance(losses, _Moves) else None
             if scaler is not None:
                 found[id(scaler)] = scaler
     return list(found.values())
@@ -496,12 +506,13 @@ def hand_over(maker: StepMaker, pipelines: Sequence[_core.Pipeline]) -> StepScal
         scaler._met.update(pipelines)
     scales = {}
     for scaler in {*_scalers_of(pipelines), *_outside.scalers}:
-        if scaler._current is None:
+        if not scaler._moves.started:
             continue
         if scaler._belongs_to(maker, pipelines):
-            scales[scaler] = scaler._hand_over(maker, pipelines, several_nodes=False)
+            scales[scaler] = scaler._begin_step(maker, pipelines, several_nodes=False)
+            scaler._moves.stepped(list(pipelines))
         else:
-            scales[scaler] = scaler._losses.next()
+            scales[scaler] = scaler._moves.next()
     return StepScales(scales, maker, pipelines) if scales else None
 
 
@@ -518,9 +529,8 @@ def synchronize_scales(maker: StepMaker, pipelines: Sequence[_core.Pipeline], af
         if not scaler._belongs_to(maker, pipelines):
             continue
         scaler._finish_late()
-        with scaler._lock:
-            if scaler._current is not None and not (after_step and scaler._updates_on_main):
-                scaler._losses.set_next_unless_waiting(list(pipelines), scaler._current)
+        if not (after_step and scaler._moves.moves_outside):
+            scaler._moves.settle(list(pipelines))
 
 
 def _times(outputs: Any, scale: torch.Tensor) -> Any:

@@ -9,12 +9,18 @@ import pytest
 import torch
 
 import roundpipe
-from cpp_twin import COPIES, FUSED, PROGRAM, TORCH, Training, in_cpp, same_form
+from cpp_twin import COPIES, FUSED, GROUP, PROGRAM, TORCH, Training, in_cpp, same_form
 from node_files import cut_checkpoint
 
 pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="the C++ tests were not built in build/release")
 
-CASES = [(FUSED, torch.float32), (FUSED, torch.bfloat16), (TORCH, torch.float32), (COPIES, torch.bfloat16)]
+CASES = [
+    (FUSED, torch.float32),
+    (FUSED, torch.bfloat16),
+    (GROUP, torch.float32),
+    (TORCH, torch.float32),
+    (COPIES, torch.bfloat16),
+]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), CASES)

@@ -505,7 +505,7 @@ def test_the_first_step_waits_for_all_losses_of_its_call(monkeypatch: pytest.Mon
         monkeypatch.setattr(kind, name, opened)
 
     opening(_core.Pipeline, "wait_losses", before=True)
-    opening(_core.LossScale, "stepped", before=False)
+    opening(_core.ScaleMoves, "stepped_by", before=False)
     pending = pipe.submit((torch.ones(2, 2),), label=torch.full((2, 1), math.inf), loss_fn=loss)
     assert begun.wait(20)
     assert pipe.step(optimizer, is_async=False, scaler=scaler).skipped
