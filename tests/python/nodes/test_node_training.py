@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -16,6 +15,7 @@ from node_processes import NodeProcesses
 from node_programs import RATES, Training
 from reference_loops import assert_same
 from roundpipe.train.demo.plain_loop import fused_adamw
+from sweeps import covering
 
 
 def adamw(masters: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
@@ -110,26 +110,12 @@ def test_the_state_is_divided(nodes: NodeProcesses, size: int) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_every_combination(nodes: NodeProcesses, size: int) -> None:
-    choices = itertools.product(
-        (torch.float32, BF16), (1, 2), (True, False), (False, True), (False, True), (None, 0.02)
-    )
-    run(
-        nodes,
-        [
-            Training(
-                size,
-                dtype=dtype,
-                devices=devices,
-                is_async=is_async,
-                steps=2,
-                frozen=frozen,
-                tied=tied,
-                max_grad_norm=clip,
-            )
-            for dtype, devices, is_async, frozen, tied, clip in choices
-        ],
-    )
+def test_any_three_options_together(nodes: NodeProcesses, size: int) -> None:
+    names = ("dtype", "devices", "is_async", "frozen", "tied", "max_grad_norm")
+    values = ((torch.float32, BF16), (1, 2), (True, False), (False, True), (False, True), (None, 0.02))
+    cases = sorted(covering([2] * len(names), 3))
+    options = [dict(zip(names, (axis[i] for axis, i in zip(values, case, strict=True)), strict=True)) for case in cases]
+    run(nodes, [Training(size, steps=2, **each) for each in options])
 
 
 OPTIMIZERS = [
