@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/host_parameters.h>
 #include <roundpipe/optim/dispatch.h>
@@ -88,9 +89,7 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
 
 void FusedSteps::prepare_step(bool asynchronous) {
   for (const auto& model : models_) model->pipeline()->planner().set_asynchronous(asynchronous);
-  if (!optimizer_->nodes()) {
-    for (const auto& model : models_) model->pipeline()->raise_pending();
-  }
+  for (const auto& model : models_) model->pipeline()->raise_pending();
   optimizer_->make_room();
 }
 

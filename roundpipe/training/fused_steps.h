@@ -54,9 +54,9 @@ class FusedSteps {
   // See TrainedParameters::late.
   std::optional<std::string> late_parameter() const { return trained_.late(); }
 
-  // A step, in two parts. First, throws what earlier steps and calls threw, and waits until a step can be started. With
-  // several nodes, what calls threw is left to start_step(), which tells the others. `asynchronous`: whether the next
-  // call reads the weights from before this step.
+  // A step, in two parts. First, throws what earlier steps and calls threw, and waits until a step can be started; what
+  // calls throw later, with several nodes, start_step() tells the others. `asynchronous`: whether the next call reads
+  // the weights from before this step.
   void prepare_step(bool asynchronous);
   // Starts it. REQUIRES: prepare_step(); no call since.
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.distributed.loss_counts import telling_failure
 from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments, Step, as_schedulers, core_rule
 from roundpipe.model.step.group import StepGroup
 from roundpipe.model.step.plain_steps import owners
@@ -107,11 +108,9 @@ class FusedSteps(StepGroup):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
         groups = optimizer.core_groups()
-        with nullcontext() if self.joint is None else self.joint.counts.telling_failure():
+        with nullcontext() if self.joint is None else telling_failure(self.joint.counts):
             self.check_trainable()
             self.finish_update()
-            if self.joint is not None:
-                self.models.raise_pending()
             self._core.prepare_step(is_async)  # here, so that Ctrl+C ends the wait
         scales: StepScales | None = None
         loss_scale = 0.0  # losses are not scaled
