@@ -4,11 +4,17 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <torch/version.h>
+
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/optim/option_names.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/copy_steps.h>
 #include <roundpipe/training/fused_steps.h>
+#include <roundpipe/training/joint_training.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -30,6 +36,7 @@ HostWeights& HostWeights::operator=(HostWeights&& other) noexcept {
   named_ = std::move(other.named_);
   buffers_ = std::move(other.buffers_);
   fused_ = std::move(other.fused_);
+  joint_ = std::move(other.joint_);
   copies_ = std::move(other.copies_);
   optimizer_parameters_ = std::move(other.optimizer_parameters_);
   copies_dtype_ = other.copies_dtype_;
@@ -60,6 +67,8 @@ std::shared_ptr<ModelOptimizer> HostWeights::fused_optimizer() const {
   shared_pipeline();
   return fused_ ? fused_->optimizer() : nullptr;
 }
+
+std::shared_ptr<LossCounts> HostWeights::loss_counts() const { return joint_ ? joint_->counts() : nullptr; }
 
 const std::shared_ptr<CopySteps>& HostWeights::copy_steps() const {
   shared_pipeline();
@@ -107,6 +116,7 @@ void HostWeights::zero_grad() {
     copies_->clear_gradients(/*set_to_none=*/true);
   }
   pipeline().gradients().drop();
+  if (joint_) joint_->counts()->forget();
 }
 
 const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::ScalarType> dtype) {
@@ -167,9 +177,12 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
                                                   const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes) {
   pipeline();
   std::unordered_map<const c10::TensorImpl*, int> groups;
+  std::vector<std::vector<at::Tensor>> members(rule.groups.size());
   for (const auto& [name, parameter] : named_) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
-    if (parameter.requires_grad() && !groups.contains(key)) groups[key] = group_of(name, parameter);
+    if (!parameter.requires_grad() || groups.contains(key)) continue;
+    groups[key] = group_of(name, parameter);
+    members.at(static_cast<size_t>(groups[key])).push_back(parameter);
   }
   if (groups.empty()) {
     throw std::invalid_argument(
@@ -188,9 +201,46 @@ std::shared_ptr<ModelOptimizer> HostWeights::bind(const GroupOf& group_of, const
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? -1 : found->second;
   };
+  std::shared_ptr<JointTraining> joint = nodes ? joined(rule, std::move(members), nodes) : nullptr;
   steps->bind(rule, named_, group, std::move(nodes));
   fused_ = std::move(steps);
+  joint_ = std::move(joint);
   return fused_->optimizer();
+}
+
+// What the nodes have agreed on, the optimizer with it.
+std::shared_ptr<JointTraining> HostWeights::joined(const FusedRule& rule, std::vector<std::vector<at::Tensor>> groups,
+                                                   const std::shared_ptr<cluster::Nodes>& nodes) const {
+  const bool joins = !joint_ || fused_optimizer()->nodes() != nodes;
+  std::shared_ptr<JointTraining> joint = joint_;
+  if (joins) {
+    const runtime::ModelState& model = pipeline().model();
+    joint =
+        std::make_shared<JointTraining>(std::make_shared<cluster::Agreement>(nodes->control(), model.name),
+                                        ModelTraits{ROUNDPIPE_VERSION, TORCH_VERSION, model.name, model.layer_count()});
+  }
+  OptimizerTraits traits{optim::option_names(rule.algorithm).class_name, {}, std::move(groups), {}};
+  for (const optim::Hyperparameters& options : rule.groups) traits.options.push_back(describe(rule.algorithm, options));
+  traits.format = {{"moments", rule.moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit"},
+                   {"gradients_in_fp32", rule.gradients_in_fp32 ? "true" : "false"}};
+  joint->agree_on_start(traits, named_, joins ? buffers_ : NamedParameters());
+  return joint;
+}
+
+StepOptions HostWeights::agree_on_step(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
+                                       const StepOptions& options, double loss_scale) {
+  if (!joint_) return options;
+  const auto number = [](std::optional<double> given) { return given ? shortest(*given) : "none"; };
+  std::vector<cluster::Told> told;
+  for (const optim::Hyperparameters& group : groups) told.push_back(describe(algorithm, group));
+  const double factor = joint_->step({{"asynchronous", options.asynchronous ? "true" : "false"},
+                                      {"max_grad_norm", number(options.max_grad_norm)},
+                                      {"gradient_factor", number(options.gradient_factor)},
+                                      {"the loss scale", number(loss_scale)}},
+                                     told, !fused_->hides_weights());
+  StepOptions agreed = options;
+  if (!agreed.gradient_factor) agreed.gradient_factor = factor;
+  return agreed;
 }
 
 void HostWeights::check_trainable() const {
@@ -208,8 +258,14 @@ void HostWeights::prepare_step(const ModelOptimizer& optimizer, bool asynchronou
         "[step] the optimizer was not made for this model, or another one was made since; make one with "
         "Optimizer(model, ...)");
   }
-  check_trainable();
-  fused_->prepare_step(asynchronous);
+  try {
+    check_trainable();
+    fused_->prepare_step(asynchronous);
+  } catch (const std::exception& error) {
+    if (joint_ && !frontend().is_interrupt(std::current_exception()))
+      joint_->counts()->tell_failure(frontend().said(error));
+    throw;
+  }
 }
 
 std::shared_ptr<runtime::StepRun> HostWeights::start_step(std::vector<optim::Hyperparameters> groups,

@@ -26,6 +26,8 @@ namespace roundpipe {
 
 class CopySteps;
 class FusedSteps;
+class JointTraining;
+class LossCounts;
 class ModelCore;
 struct FusedRule;
 
@@ -64,7 +66,9 @@ class HostWeights {
   // The group of each trainable parameter, by its name; called once for each.
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
   // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
-  // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
+  // every parameter has its group, and may throw to leave everything as it was. Waits for all work. Collective with
+  // `nodes`: throws std::invalid_argument on each of them if they have other models, weights or optimizers; then
+  // nothing has been changed.
   std::shared_ptr<runtime::ModelOptimizer> bind(const GroupOf& group_of, const std::function<void()>& accepted,
                                                 const FusedRule& rule, std::shared_ptr<cluster::Nodes> nodes);
 
@@ -73,6 +77,8 @@ class HostWeights {
   const std::shared_ptr<runtime::Pipeline>& shared_pipeline() const;
   // Null: none was made.
   std::shared_ptr<runtime::ModelOptimizer> fused_optimizer() const;
+  // What the calls since the last step have used as their losses, with several nodes; null: there is one.
+  std::shared_ptr<LossCounts> loss_counts() const;
   // Null: there are no optimizer_parameters().
   const std::shared_ptr<CopySteps>& copy_steps() const;
   const NamedParameters& parameter_names() const;
@@ -82,9 +88,13 @@ class HostWeights {
   runtime::Pipeline& pipeline() const;
   // Throws std::invalid_argument if a parameter has become trainable that the fused optimizer does not train.
   void check_trainable() const;
-  // Waits until a step of `optimizer` can be started; throws what earlier work threw. Throws std::invalid_argument if
-  // another one updates the model.
+  // Waits until a step of `optimizer` can be started; throws what earlier work threw, of which other nodes are told.
+  // Throws std::invalid_argument if another one updates the model.
   void prepare_step(const runtime::ModelOptimizer& optimizer, bool asynchronous);
+  // With several nodes, agrees with the others on a step, and returns its options with the factor of the gradients; the
+  // same options with one. Collective. Throws as JointTraining::step does.
+  StepOptions agree_on_step(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
+                            const StepOptions& options, double loss_scale);
   // Starts it. REQUIRES: prepare_step.
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                                double loss_scale);
@@ -97,11 +107,14 @@ class HostWeights {
 
  private:
   void leave_weights() noexcept;
+  std::shared_ptr<JointTraining> joined(const FusedRule& rule, std::vector<std::vector<at::Tensor>> groups,
+                                        const std::shared_ptr<cluster::Nodes>& nodes) const;
 
   std::shared_ptr<ModelCore> core_;  // null: moved from
   NamedParameters named_;
   NamedParameters buffers_;
   std::shared_ptr<FusedSteps> fused_;     // null: no fused optimizer was made
+  std::shared_ptr<JointTraining> joint_;  // of the nodes of that optimizer; null: there is one
   std::shared_ptr<CopySteps> copies_;     // null: none were made
   NamedParameters optimizer_parameters_;  // those
   std::optional<c10::ScalarType> copies_dtype_;

@@ -17,6 +17,7 @@
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
+#include <roundpipe/training/loss_counts.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -155,10 +156,13 @@ CallArguments Model::arguments(const char* where, detail::Batch inputs, detail::
 }
 
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                                 RunOptions options, bool keep_outputs, bool refuses_nan_early) {
+                                 RunOptions options, bool keep_outputs, bool refuses_nan_early,
+                                 std::shared_ptr<CallCount> own_loss) {
+  if (const std::shared_ptr<LossCounts> counts = loss_counts(); counts && !own_loss) counts->note_users_loss();
   const CallArguments cut = arguments(where, std::move(inputs), std::move(labels), std::move(loss), options);
   const c10::Device output_device = options.output_device;
-  return Pending(core().submit(cut, std::move(options), keep_outputs, refuses_nan_early), output_device);
+  return Pending(core().submit(cut, std::move(options), keep_outputs, refuses_nan_early), output_device,
+                 std::move(own_loss));
 }
 
 PendingCall& Model::Pending::batch() const {
@@ -167,8 +171,11 @@ PendingCall& Model::Pending::batch() const {
 }
 
 TrainResult Model::Pending::finish() {
-  CallResult result = batch().finish();
+  CallResult result = noting_failure(own_loss_.get(), [&] { return batch().finish(); });
   const at::NoGradGuard no_grad;
+  if (own_loss_ && own_loss_->loss_factor() != 1.0) {
+    for (at::Tensor& loss : result.losses) loss = loss * own_loss_->loss_factor();
+  }
   TrainResult taken;
   for (const at::Tensor& loss : result.losses) taken.loss = taken.loss.defined() ? taken.loss + loss : loss;
   taken.losses = std::move(result.losses);
@@ -186,7 +193,8 @@ Step Model::step(Optimizer& optimizer, const StepOptions& options) {
   const std::vector<double> next_rates = optimizer.rates_after(optimizer.steps() + 1);
   prepare_step(*optimizer.core(), options.asynchronous);
   const double loss_scale = options.scaler != nullptr ? options.scaler->begin_step(pipeline(), nodes != nullptr) : 0.0;
-  const std::shared_ptr<runtime::StepRun> run = start_step(groups, options, loss_scale);
+  const StepOptions agreed = agree_on_step(optimizer.algorithm(), groups, options, loss_scale);
+  const std::shared_ptr<runtime::StepRun> run = start_step(groups, agreed, loss_scale);
   optimizer.count_step(next_rates);
   if (options.scaler != nullptr) {
     options.scaler->stepped(pipeline(), run);

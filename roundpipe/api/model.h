@@ -28,6 +28,8 @@
 
 namespace roundpipe {
 
+class CallCount;
+class LanguageModel;
 class PendingCall;
 struct CallArguments;
 
@@ -206,8 +208,11 @@ class Model : public HostWeights {
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
   CallArguments arguments(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                           const RunOptions& options);
+  friend class LanguageModel;
+  // `own_loss`: has divided the loss, which is the model's own, by what all nodes count; null: the loss is the user's.
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                     RunOptions options, bool keep_outputs, bool refuses_nan_early);
+                     RunOptions options, bool keep_outputs, bool refuses_nan_early,
+                     std::shared_ptr<CallCount> own_loss = nullptr);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                            const RunOptions& options);
   std::vector<Layer> layers_;
@@ -229,12 +234,13 @@ class Model::Pending {
 
  private:
   friend class Model;
-  Pending(std::shared_ptr<PendingCall> batch, c10::Device output_device)
-      : batch_(std::move(batch)), output_device_(output_device) {}
+  Pending(std::shared_ptr<PendingCall> batch, c10::Device output_device, std::shared_ptr<CallCount> own_loss)
+      : batch_(std::move(batch)), output_device_(output_device), own_loss_(std::move(own_loss)) {}
 
   PendingCall& batch() const;
   std::shared_ptr<PendingCall> batch_;  // null: moved from
   c10::Device output_device_;
+  std::shared_ptr<CallCount> own_loss_;
 };
 
 template <typename Inputs, typename Labels, typename Loss>

@@ -10,6 +10,7 @@
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/fused_steps.h>
+#include <roundpipe/training/loss_counts.h>
 
 namespace roundpipe {
 
@@ -99,6 +100,7 @@ Optimizer::Optimizer(HostWeights& model, const UpdateRule& rule, const std::vect
   };
   core_ = model.bind(group_of, accepted, {rule.algorithm, options_, format.moments, format.gradients_in_fp32},
                      format.nodes);
+  loss_counts_ = model.loss_counts();
 }
 
 Optimizer& Optimizer::operator=(Optimizer&& other) noexcept { return move_into(*this, std::move(other)); }
@@ -128,7 +130,10 @@ Hyperparameters& Optimizer::options() {
   return options_.back();
 }
 
-void Optimizer::zero_grad() { core()->drop_gradients(); }
+void Optimizer::zero_grad() {
+  core()->drop_gradients();
+  if (loss_counts_) loss_counts_->forget();
+}
 
 const std::vector<Hyperparameters>& Optimizer::options_of_step() const {
   require_in_range(algorithm_, all_options(), "step");

@@ -23,6 +23,8 @@ class Nodes;
 
 namespace roundpipe {
 
+class LossCounts;
+
 // An update rule and its hyperparameters. Made from libtorch's options, with libtorch's defaults:
 // Optimizer(model, torch::optim::AdamWOptions(1e-3)); or of any algorithm, with the defaults of torch.optim (Lion: of
 // its authors), to be changed in `options`.
@@ -53,8 +55,9 @@ struct OptimizerFormat {
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
   // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the
-  // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Each makes its
-  // optimizer with the same arguments. See docs/several-machines.md. Null: there is one process.
+  // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Then making an
+  // optimizer and each step are collective, and throw std::invalid_argument on all of them, saying what differs, if
+  // models, weights, optimizers or options do. See docs/several-machines.md. Null: there is one process.
   std::shared_ptr<cluster::Nodes> nodes = nullptr;
 };
 
@@ -117,6 +120,7 @@ class Optimizer {
   void set_rates(const std::vector<double>& rates) noexcept;
 
   std::shared_ptr<runtime::ModelOptimizer> core_;  // null: moved from
+  std::shared_ptr<LossCounts> loss_counts_;        // with several nodes; else null
   optim::Algorithm algorithm_;
   optim::MomentFormat moments_;
   std::vector<optim::Hyperparameters> options_;
