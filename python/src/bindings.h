@@ -21,6 +21,7 @@ void bind_modules(pybind11::module_& module);
 void bind_models(pybind11::module_& module);
 void bind_model_core(pybind11::module_& module);
 void bind_model_optimizer(pybind11::module_& module);
+void bind_nodes(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);

@@ -1,6 +1,6 @@
 #include <unordered_map>
 
-#include <roundpipe/cluster/channel.h>
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/training/fused_steps.h>
 
 #include "bindings.h"
@@ -34,16 +34,6 @@ void bind_model_optimizer(py::module_& module) {
       .def_property_readonly("overflowed", &StepRun::overflowed)
       .def_property_readonly("updated_blocks", &StepRun::updated_blocks)
       .def_property_readonly("abandoned_blocks", &StepRun::abandoned_blocks);
-
-  py::class_<cluster::Nodes, std::shared_ptr<cluster::Nodes>>(module, "Nodes")
-      .def(py::init([](const std::string& gradients, const std::string& weights, double timeout_s) {
-             return cluster::Nodes::of_names(gradients, weights,
-                                             std::chrono::milliseconds(static_cast<int64_t>(timeout_s * 1000)));
-           }),
-           py::arg("gradients"), py::arg("weights"), py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
-      .def_property_readonly("rank", &cluster::Nodes::rank)
-      .def_property_readonly("size", &cluster::Nodes::size)
-      .def_static("drain_all", &cluster::Channel::drain_all, py::call_guard<py::gil_scoped_release>());
 
   py::class_<FusedRule>(module, "FusedRule")
       .def(py::init([](optim::Algorithm algorithm, std::vector<optim::Hyperparameters> groups,

@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_model_core(module);
   roundpipe::python::bind_copy_steps(module);
   roundpipe::python::bind_random(module);
+  roundpipe::python::bind_nodes(module);
   roundpipe::python::bind_model_optimizer(module);
   roundpipe::python::bind_saving(module);
   roundpipe::python::bind_ops(module);

@@ -5,11 +5,14 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <roundpipe/api/joint_steps.h>
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/copy_steps.h>
 #include <roundpipe/training/fused_steps.h>
+#include <roundpipe/training/joint_training.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -67,6 +70,10 @@ const std::shared_ptr<FusedSteps>& HostWeights::fused_steps() const {
   return fused_;
 }
 
+std::shared_ptr<LossCounts> HostWeights::loss_counts() const {
+  return fused_ && fused_->joint() ? fused_->joint()->counts() : nullptr;
+}
+
 const std::shared_ptr<CopySteps>& HostWeights::copy_steps() const {
   shared_pipeline();
   return copies_;
@@ -116,6 +123,7 @@ void HostWeights::zero_grad() {
     copies_->clear_gradients(/*set_to_none=*/true);
   }
   pipeline().gradients().drop();
+  if (joint_) joint_->counts()->forget();
 }
 
 const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::ScalarType> dtype) {
@@ -203,9 +211,12 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
     host_parameters.push_back({name, parameter});
   }
   std::unordered_map<const c10::TensorImpl*, int> groups;
+  std::vector<std::vector<at::Tensor>> members(rule.groups.size());
   for (const auto& [name, parameter] : named) {
     const c10::TensorImpl* const key = parameter.unsafeGetTensorImpl();
-    if (parameter.requires_grad() && !groups.contains(key)) groups[key] = group_of(name, parameter);
+    if (!parameter.requires_grad() || groups.contains(key)) continue;
+    groups[key] = group_of(name, parameter);
+    members.at(static_cast<size_t>(groups[key])).push_back(parameter);
   }
   if (groups.empty()) {
     throw std::invalid_argument(
@@ -230,14 +241,27 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
   accepted();
   if (!steps) steps = std::make_shared<FusedSteps>(models, host_parameters);
   const bool is_alone = models.size() == 1 && host_parameters.empty();
-  steps->require_room("optimizer", is_alone ? models[0]->pipeline()->model().name : "the models", rule,
-                      nodes ? static_cast<int>(nodes->size()) : 1);
+  const std::string called = is_alone ? models[0]->pipeline()->model().name : "the models";
+  steps->require_room("optimizer", called, rule, nodes ? static_cast<int>(nodes->size()) : 1);
   steps->prepare_bind();
   const auto group = [&](const at::Tensor& parameter) {
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? -1 : found->second;
   };
-  steps->bind(rule, std::move(named), group, std::move(nodes));
+  std::shared_ptr<JointTraining> joint;
+  if (nodes) {
+    NamedParameters buffers;
+    int layers = 0;
+    for (const auto& [path, model] : stepped.models) {
+      layers += model->pipeline().model().layer_count();
+      for (const auto& [name, buffer] : model->buffers_)
+        buffers.emplace_back(path.empty() ? name : concat(path, ".", name), buffer);
+    }
+    const bool goes_on = steps->joint() && steps->optimizer()->nodes() == nodes;
+    joint = agree_on_start({called, layers, named, buffers}, rule, std::move(members), nodes,
+                           goes_on ? steps->joint() : nullptr);
+  }
+  steps->bind(rule, std::move(named), group, std::move(nodes), std::move(joint));
   for (const auto& [path, model] : stepped.models) model->fused_ = steps;
   return steps;
 }

@@ -23,6 +23,7 @@ namespace roundpipe {
 
 class CopySteps;
 class FusedSteps;
+class LossCounts;
 class ModelCore;
 struct FusedRule;
 
@@ -69,7 +70,9 @@ class HostWeights {
   // The group of each trainable parameter, by its name; called once for each.
   using GroupOf = std::function<int(const std::string& name, const at::Tensor& parameter)>;
   // Makes a fused optimizer for the parameters that require grad; it replaces an earlier one. `accepted` is called when
-  // every parameter has its group, and may throw to leave everything as it was. Waits for all work.
+  // every parameter has its group, and may throw to leave everything as it was. Waits for all work. Collective with
+  // `nodes`: throws std::invalid_argument on each of them if they have other models, weights or optimizers; then
+  // nothing has been changed.
   static std::shared_ptr<FusedSteps> bind(const SteppedWeights& stepped, const GroupOf& group_of,
                                           const std::function<void()>& accepted, const FusedRule& rule,
                                           std::shared_ptr<cluster::Nodes> nodes);
@@ -83,6 +86,8 @@ class HostWeights {
   // Null: none was made.
   std::shared_ptr<runtime::ModelOptimizer> fused_optimizer() const;
   const std::shared_ptr<FusedSteps>& fused_steps() const;
+  // What the calls since the last step have used as their losses, with several nodes; null: there is one.
+  std::shared_ptr<LossCounts> loss_counts() const;
   // Null: there are no optimizer_parameters().
   const std::shared_ptr<CopySteps>& copy_steps() const;
   const NamedParameters& parameter_names() const;

@@ -18,6 +18,7 @@
 #include <roundpipe/runtime/model/random.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/torch_compat/gradient_hooks.h>
+#include <roundpipe/training/loss_counts.h>
 #include <roundpipe/training/microbatch_choice.h>
 #include <roundpipe/training/model_core.h>
 #include <roundpipe/training/scale_moves.h>
@@ -183,10 +184,13 @@ void Model::set_auto_microbatches(std::optional<int> count) {
 }
 
 Model::Pending Model::submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                                 RunOptions options, bool keep_outputs, bool refuses_nan_early) {
+                                 RunOptions options, bool keep_outputs, bool refuses_nan_early,
+                                 std::shared_ptr<CallCount> own_loss) {
+  if (const std::shared_ptr<LossCounts> counts = loss_counts(); counts && !own_loss) counts->note_users_loss();
   const CallArguments cut = arguments(where, std::move(inputs), std::move(labels), std::move(loss), options);
   const c10::Device output_device = options.output_device;
-  return Pending(core().submit(cut, std::move(options), keep_outputs, refuses_nan_early), output_device);
+  return Pending(core().submit(cut, std::move(options), keep_outputs, refuses_nan_early), output_device,
+                 std::move(own_loss));
 }
 
 PendingCall& Model::Pending::batch() const {
@@ -195,8 +199,11 @@ PendingCall& Model::Pending::batch() const {
 }
 
 TrainResult Model::Pending::finish() {
-  CallResult result = batch().finish();
+  CallResult result = noting_failure(own_loss_.get(), [&] { return batch().finish(); });
   const at::NoGradGuard no_grad;
+  if (own_loss_ && own_loss_->loss_factor() != 1.0) {
+    for (at::Tensor& loss : result.losses) loss = loss * own_loss_->loss_factor();
+  }
   TrainResult taken;
   for (const at::Tensor& loss : result.losses) taken.loss = taken.loss.defined() ? taken.loss + loss : loss;
   taken.losses = std::move(result.losses);

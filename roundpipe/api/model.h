@@ -28,6 +28,8 @@
 
 namespace roundpipe {
 
+class CallCount;
+class LanguageModel;
 class PendingCall;
 struct CallArguments;
 
@@ -219,8 +221,10 @@ class Model : public HostWeights {
   // The same for training. If the planner is to choose the number and has not, it does, by the calls that `cut` makes.
   int count_to_train(const detail::Batch& inputs, const RunOptions& options,
                      const std::function<CallArguments(int count)>& cut);
+  // `own_loss`: has divided the loss, which is the model's own, by what all nodes count; null: the loss is the user's.
   Pending submit_cut(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
-                     RunOptions options, bool keep_outputs, bool refuses_nan_early);
+                     RunOptions options, bool keep_outputs, bool refuses_nan_early,
+                     std::shared_ptr<CallCount> own_loss = nullptr);
   MemoryPrediction predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                            const RunOptions& options);
   std::vector<Layer> layers_;
@@ -243,12 +247,13 @@ class Model::Pending {
 
  private:
   friend class Model;
-  Pending(std::shared_ptr<PendingCall> batch, c10::Device output_device)
-      : batch_(std::move(batch)), output_device_(output_device) {}
+  Pending(std::shared_ptr<PendingCall> batch, c10::Device output_device, std::shared_ptr<CallCount> own_loss)
+      : batch_(std::move(batch)), output_device_(output_device), own_loss_(std::move(own_loss)) {}
 
   PendingCall& batch() const;
   std::shared_ptr<PendingCall> batch_;  // null: moved from
   c10::Device output_device_;
+  std::shared_ptr<CallCount> own_loss_;
 };
 
 template <typename Inputs, typename Labels, typename Loss>

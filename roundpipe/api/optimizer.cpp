@@ -5,12 +5,14 @@
 #include <utility>
 
 #include <roundpipe/api/grad_scaler.h>
+#include <roundpipe/api/joint_steps.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/runtime/model_optimizer.h>
 #include <roundpipe/training/fused_steps.h>
+#include <roundpipe/training/joint_training.h>
 #include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
@@ -140,7 +142,10 @@ Hyperparameters& Optimizer::options() {
   return options_.back();
 }
 
-void Optimizer::zero_grad() { core()->drop_gradients(); }
+void Optimizer::zero_grad() {
+  core()->drop_gradients();
+  if (fused_->joint()) fused_->joint()->counts()->forget();
+}
 
 Step Optimizer::step(const StepOptions& options) {
   const std::shared_ptr<cluster::Nodes>& nodes = core()->nodes();
@@ -152,15 +157,18 @@ Step Optimizer::step(const StepOptions& options) {
     throw std::invalid_argument(
         "[step] another optimizer was made for the same model since, expected steps by that one");
   }
-  HostWeights::refuse_late(fused_->late_parameter());
-  fused_->prepare_step(options.asynchronous);
+  telling_failure(*fused_, [&] {
+    HostWeights::refuse_late(fused_->late_parameter());
+    fused_->prepare_step(options.asynchronous);
+  });
   at::Tensor scale;
   if (options.scaler != nullptr) {
     if (nodes) options.scaler->started();
     scale = options.scaler->moves().begin_step(fused_->pipelines(), nodes != nullptr);
   }
-  const std::shared_ptr<runtime::StepRun> run =
-      fused_->start_step(options_, options, scale.defined() ? scale.item<double>() : 0.0);
+  const double loss_scale = scale.defined() ? scale.item<double>() : 0.0;
+  const StepOptions agreed = agree_on_step(*fused_, algorithm_, options_, options, loss_scale);
+  const std::shared_ptr<runtime::StepRun> run = fused_->start_step(options_, agreed, loss_scale);
   ++steps_;
   set_rates(next_rates);
   if (options.scaler != nullptr) {

@@ -54,8 +54,9 @@ struct OptimizerFormat {
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
   // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the
-  // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Each makes its
-  // optimizer with the same arguments. See docs/several-machines.md. Null: there is one process.
+  // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Then making an
+  // optimizer and each step are collective, and throw std::invalid_argument on all of them, saying what differs, if
+  // models, weights, optimizers or options do. See docs/several-machines.md. Null: there is one process.
   std::shared_ptr<cluster::Nodes> nodes = nullptr;
 };
 

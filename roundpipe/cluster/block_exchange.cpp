@@ -7,6 +7,7 @@
 
 #include <c10/util/accumulate.h>
 
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::cluster {

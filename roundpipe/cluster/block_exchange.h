@@ -3,12 +3,13 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/cluster/shard_bytes.h>
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/optim/shards.h>
 
 namespace roundpipe::cluster {
+
+class Nodes;
 
 // The shards of one block, the same on every node, and where those of its trained parameters lie. They are cut over all
 // parameters, so that another optimizer, which trains others, finds the masters that this one leaves in their places.

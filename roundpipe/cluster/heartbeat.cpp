@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include <roundpipe/cluster/differences.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
@@ -34,12 +35,6 @@ constexpr const char* kNoStore =
 std::string_view error_in(std::string_view sign) {
   const size_t space = sign.find(' ');
   return space == std::string_view::npos ? std::string_view() : sign.substr(space + 1);
-}
-
-std::string in_words(const std::vector<int>& ranks) {
-  std::string words = concat(ranks.size() == 1 ? "rank " : "ranks ", ranks[0]);
-  for (size_t i = 1; i < ranks.size(); ++i) words += concat(i + 1 == ranks.size() ? " and " : ", ", ranks[i]);
-  return words;
 }
 
 }  // namespace
@@ -171,7 +166,7 @@ std::string Heartbeat::State::cause() const {
     if (!error.empty()) told += concat("; rank ", other, " could not exchange ", error);
   }
   if (!missing.empty()) {
-    return concat(in_words(missing),
+    return concat(ranks_in_words(missing),
                   missing.size() == 1 ? " gives no sign of life: it died, hangs or is out of reach"
                                       : " give no sign of life: they died, hang or are out of reach",
                   told);

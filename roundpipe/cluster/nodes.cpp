@@ -4,11 +4,11 @@
 #include <stdexcept>
 
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <roundpipe/cluster/channel.h>
 #include <roundpipe/cluster/heartbeat.h>
+#include <roundpipe/cluster/process_groups.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::cluster {
@@ -16,16 +16,6 @@ namespace roundpipe::cluster {
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 namespace {
-
-Group resolve(const std::string& name) {
-  try {
-    return c10d::resolve_process_group(name);
-  } catch (const std::exception& error) {
-    throw std::invalid_argument(
-        concat("[cluster] no process group is registered as '", name,
-               "', expected one of torch.distributed.new_group that has not been destroyed: ", error.what()));
-  }
-}
 
 // Under the name that this torch has for it.
 template <typename Group>
@@ -40,23 +30,30 @@ auto start_all_to_all(Group& group, at::Tensor& to, at::Tensor& from, std::vecto
 
 }  // namespace
 
-Nodes::Nodes(Group gradients, Group weights, std::chrono::milliseconds timeout)
+Nodes::Nodes(Group gradients, Group weights, std::shared_ptr<Control> control, std::chrono::milliseconds timeout)
     : groups_{std::move(gradients), std::move(weights)},
+      control_(std::move(control)),
       rank_(groups_[0]->getRank()),
       size_(groups_[0]->getSize()),
       patience_(timeout * 3 / 4),  // so that there is time to find out who is missing
       heartbeat_(std::make_shared<Heartbeat>(groups_[0]->getStore(), rank_, size_, timeout)),
       channels_{std::make_unique<Channel>(), std::make_unique<Channel>()} {
-  if (groups_[1]->getRank() != rank_ || groups_[1]->getSize() != size_) {
+  if (!control_) {
     throw std::invalid_argument(
-        "[cluster] the groups of gradients and of weights have different ranks, expected two groups of the same "
-        "processes; make both with new_group");
+        "[cluster] there is no control, expected one over a group of the same processes; make it with Control(group, "
+        "timeout)");
+  }
+  if (groups_[1]->getRank() != rank_ || groups_[1]->getSize() != size_ || control_->rank() != rank_ ||
+      control_->size() != size_) {
+    throw std::invalid_argument(
+        "[cluster] the groups of gradients, of weights and of the control have different ranks, expected groups of the "
+        "same processes; make all with new_group");
   }
 }
 
 std::shared_ptr<Nodes> Nodes::of_names(const std::string& gradients, const std::string& weights,
-                                       std::chrono::milliseconds timeout) {
-  return std::make_shared<Nodes>(resolve(gradients), resolve(weights), timeout);
+                                       std::shared_ptr<Control> control, std::chrono::milliseconds timeout) {
+  return std::make_shared<Nodes>(process_group(gradients), process_group(weights), std::move(control), timeout);
 }
 
 Nodes::~Nodes() = default;

@@ -8,6 +8,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <roundpipe/cluster/control.h>
+
 namespace c10d {
 class ProcessGroup;
 }
@@ -18,7 +20,8 @@ class Channel;
 struct Heartbeat;
 
 // The other processes that train the same model, each with rows and devices of its own, and two process groups that
-// only this object uses: collectives of gradients and of weights run side by side, each kind on its own thread.
+// only this object uses: collectives of gradients and of weights run side by side, each kind on its own thread. By a
+// control, they agree on what they train; several nodes of the same processes may have the same one.
 //
 // The first collective that fails is the last: every later one throws the same error at once. Its text names the ranks
 // that give no sign of life, which each process writes into the groups' store about once a second.
@@ -26,19 +29,20 @@ struct Heartbeat;
 class Nodes {
  public:
   // Each process passes groups of the same ranks. `timeout`: how long another rank may take to join a collective.
-  // Throws std::invalid_argument if the groups differ in size or rank.
+  // Throws std::invalid_argument if the groups, or that of the control, differ in size or rank, or there is no control.
   Nodes(c10::intrusive_ptr<c10d::ProcessGroup> gradients, c10::intrusive_ptr<c10d::ProcessGroup> weights,
-        std::chrono::milliseconds timeout);
+        std::shared_ptr<Control> control, std::chrono::milliseconds timeout);
   // The groups that are registered under these names, as torch.distributed.new_group does. Throws std::invalid_argument
   // if there are none.
   static std::shared_ptr<Nodes> of_names(const std::string& gradients, const std::string& weights,
-                                         std::chrono::milliseconds timeout);
+                                         std::shared_ptr<Control> control, std::chrono::milliseconds timeout);
   ~Nodes();
   Nodes(const Nodes&) = delete;
   Nodes& operator=(const Nodes&) = delete;
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  const std::shared_ptr<Control>& control() const { return control_; }
 
   enum class Link { kGradients, kWeights };
   // The thread of a link.
@@ -61,6 +65,7 @@ class Nodes {
   void run(Link link, const std::string& what, Start start);
 
   const c10::intrusive_ptr<c10d::ProcessGroup> groups_[2];
+  const std::shared_ptr<Control> control_;
   const int rank_;
   const int size_;
   const std::chrono::milliseconds patience_;  // of a collective

@@ -16,6 +16,7 @@
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/model_folder.h>
 #include <roundpipe/language/weight_files.h>
+#include <roundpipe/training/loss_counts.h>
 #include <roundpipe/training/model_core.h>
 
 namespace roundpipe {
@@ -98,7 +99,8 @@ struct LanguageModel::Core {
   void write_folder(const std::string& to, const language::ModelFolderOptions& options,
                     const language::WrittenValue& written);
   Tokens checked(const char* where, const LanguageBatch& batch, bool with_labels);
-  Microbatches<Tokens> to_train(const char* where, const LanguageBatch& batch);
+  // `count`: tells the other nodes of the call; null: there are none, or it is only prepared.
+  Microbatches<Tokens> to_train(const char* where, const LanguageBatch& batch, CallCount* count);
   // Cuts a batch as the model would.
   Microbatches<Tokens> cut(Tokens tokens);
   // The same, into so many. Finds each microbatch's documents before it leaves the host.
@@ -214,13 +216,18 @@ Tokens LanguageModel::Core::checked(const char* where, const LanguageBatch& batc
   return tokens;
 }
 
-Microbatches<Tokens> LanguageModel::Core::to_train(const char* where, const LanguageBatch& batch) {
+Microbatches<Tokens> LanguageModel::Core::to_train(const char* where, const LanguageBatch& batch, CallCount* count) {
   Tokens tokens = checked(where, batch, true);
+  if (count != nullptr) {
+    const auto labels = batch.labels.slice(1, 1).ne(language::kIgnoredLabel).sum().item<int64_t>();
+    const auto items = batch.counted == 0 ? std::nullopt : std::optional(static_cast<double>(batch.counted));
+    tokens.counted = static_cast<int64_t>(count->total(labels, items));
+  }
   tokens.training = true;
   const detail::Batch whole = detail::batch_of(std::move(tokens), /*is_call=*/false);
   const RunOptions options = model->run_options();
-  return cut(whole, model->count_to_train(whole, options, [&](int count) {
-    return model->arguments(where, detail::batch_of(cut(whole, count), true), detail::batch_of(std::tuple<>(), false),
+  return cut(whole, model->count_to_train(whole, options, [&](int parts) {
+    return model->arguments(where, detail::batch_of(cut(whole, parts), true), detail::batch_of(std::tuple<>(), false),
                             loss_function<std::tuple<>>(loss_by(nullptr)), options);
   }));
 }
@@ -277,16 +284,27 @@ c10::ScalarType LanguageModel::dtype() const { return own().dtype; }
 const std::optional<LoraOptions>& LanguageModel::lora() const { return own().lora; }
 
 TrainResult LanguageModel::forward_backward(const LanguageBatch& batch, GradScaler* scaler) {
-  return model().forward_backward(own().to_train("forward_backward", batch), std::tuple<>(), loss_by(scaler),
-                                  own().options_of_cut());
+  return submit_own("forward_backward", batch, scaler, /*refuses_nan_early=*/false).finish();
 }
 
 Model::Pending LanguageModel::submit(const LanguageBatch& batch, GradScaler* scaler) {
-  return model().submit(own().to_train("submit", batch), std::tuple<>(), loss_by(scaler), own().options_of_cut());
+  return submit_own("submit", batch, scaler, /*refuses_nan_early=*/true);
+}
+
+Model::Pending LanguageModel::submit_own(const char* where, const LanguageBatch& batch, GradScaler* scaler,
+                                         bool refuses_nan_early) {
+  const std::shared_ptr<LossCounts> counts = model().loss_counts();
+  const auto count = counts ? std::make_shared<CallCount>(counts) : nullptr;
+  return noting_failure(count.get(), [&] {
+    return model().submit_cut(where, detail::batch_of(own().to_train(where, batch, count.get()), true),
+                              detail::batch_of(std::tuple<>(), false),
+                              loss_function<detail::Part<std::tuple<>>>(loss_by(scaler)), own().options_of_cut(),
+                              /*keep_outputs=*/false, refuses_nan_early, count);
+  });
 }
 
 MemoryPrediction LanguageModel::predict_memory(const LanguageBatch& batch) {
-  return model().predict_memory(own().to_train("predict_memory", batch), std::tuple<>(), loss_by(nullptr),
+  return model().predict_memory(own().to_train("predict_memory", batch, nullptr), std::tuple<>(), loss_by(nullptr),
                                 own().options_of_cut());
 }
 

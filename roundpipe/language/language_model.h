@@ -75,6 +75,7 @@ class LanguageModel {
   // The loss is the mean over the labels that count in the whole batch, whatever the microbatches. The loss of routers,
   // of models that have it, is that of each microbatch, weighted by its share of these labels.
   // They throw std::invalid_argument for a batch that does not fit the model, or without a label that counts.
+  // With several nodes, it is the mean over the labels of all of them, and the result has this node's mean.
   // With a scaler, for weights in fp16, losses are multiplied by its scale, as is the loss of the result.
   TrainResult forward_backward(const LanguageBatch& batch, GradScaler* scaler = nullptr);
   Model::Pending submit(const LanguageBatch& batch, GradScaler* scaler = nullptr);
@@ -99,6 +100,8 @@ class LanguageModel {
   const std::optional<LoraOptions>& lora() const;
 
  private:
+  Model::Pending submit_own(const char* where, const LanguageBatch& batch, GradScaler* scaler, bool refuses_nan_early);
+
   struct Core;
   Core& own() const;
 

@@ -5,6 +5,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_chunks.h>
+#include <roundpipe/optim/option_names.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/torch_optimizer.h>
 #include <roundpipe/runtime/engine.h>
@@ -68,7 +69,7 @@ FusedOptimizer fused_of(const Optimizer& optimizer) {
 }
 
 TrainedOptimizer parts_of(Optimizer& optimizer, const ModelNames& names) {
-  TrainedOptimizer parts{class_name(optimizer.algorithm()), moments_name(optimizer.moments()), {}};
+  TrainedOptimizer parts{optim::option_names(optimizer.algorithm()).class_name, moments_name(optimizer.moments()), {}};
   const std::vector<double>& first_rates = optimizer.first_rates();
   for (size_t i = 0; i < optimizer.param_groups().size(); ++i) {
     const std::optional<double> first = first_rates.empty() ? std::nullopt : std::optional(first_rates[i]);
@@ -91,7 +92,7 @@ TrainedOptimizer parts_of(Optimizer& optimizer, const ModelNames& names) {
 
 TrainedOptimizer parts_of(const torch::optim::Optimizer& optimizer, const char* where) {
   const optim::Algorithm algorithm = algorithm_of(optimizer, where);
-  TrainedOptimizer parts{class_name(algorithm), kMomentsOfTorch, {}};
+  TrainedOptimizer parts{optim::option_names(algorithm).class_name, kMomentsOfTorch, {}};
   const std::vector<optim::Hyperparameters> options = options_of(optimizer);
   for (size_t i = 0; i < options.size(); ++i)
     parts.groups.push_back({options_dict(algorithm, options[i], std::nullopt), optimizer.param_groups()[i].params()});

@@ -10,9 +10,6 @@ namespace roundpipe {
 
 // The options of one group of an optimizer as torch.optim's param_groups have them, which is how checkpoints hold them.
 
-// torch.optim's name of the algorithm's class.
-std::string class_name(optim::Algorithm algorithm);
-
 // `first_rate`: the learning rate that a schedule goes by ("initial_lr").
 StateValue options_dict(optim::Algorithm algorithm, const optim::Hyperparameters& options,
                         std::optional<double> first_rate);

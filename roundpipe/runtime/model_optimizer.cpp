@@ -4,6 +4,7 @@
 #include <map>
 #include <utility>
 
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/dispatch.h>

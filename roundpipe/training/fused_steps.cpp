@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/host_parameters.h>
 #include <roundpipe/optim/dispatch.h>
@@ -64,7 +65,7 @@ void FusedSteps::prepare_bind() {
 }
 
 void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
-                      std::shared_ptr<cluster::Nodes> nodes) {
+                      std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint) {
   if (!host_parameters_.empty() && !host_) {
     std::vector<std::unique_ptr<runtime::Layer>> layers;
     layers.push_back(layers::make_host_parameters("host", host_parameters_));
@@ -93,13 +94,12 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
   }
   trained_ = TrainedParameters(std::move(named));
   optimizer_ = std::move(made);
+  joint_ = std::move(joint);
 }
 
 void FusedSteps::prepare_step(bool asynchronous) {
   for (const auto& model : models_) model->pipeline()->planner().set_asynchronous(asynchronous);
-  if (!optimizer_->nodes()) {
-    for (const auto& model : models_) model->pipeline()->raise_pending();
-  }
+  for (const auto& model : models_) model->pipeline()->raise_pending();
   optimizer_->make_room();
 }
 

@@ -12,6 +12,8 @@
 
 namespace roundpipe {
 
+class JointTraining;
+
 // A fused optimizer, as it is made for models.
 struct FusedRule {
   optim::Algorithm algorithm = optim::Algorithm::kAdamW;
@@ -41,9 +43,10 @@ class FusedSteps {
   // Refuses, as bind() would, what the environment says of updates. Then waits for all work of the models.
   void prepare_bind();
   // Makes the optimizer, which replaces an earlier one; fp32 masters stay. `named`: every parameter under every name.
+  // `joint`: what the nodes have agreed on; null: there is one node, or the caller keeps it.
   // REQUIRES: prepare_bind().
   void bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
-            std::shared_ptr<cluster::Nodes> nodes);
+            std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint = nullptr);
   // Whether these are its models and host parameters.
   bool are(const Models& models, const HostParameters& host_parameters) const;
   // Null: bind() was not called.
@@ -56,9 +59,9 @@ class FusedSteps {
   // See TrainedParameters::late.
   std::optional<std::string> late_parameter() const { return trained_.late(); }
 
-  // A step, in two parts. First, throws what earlier steps and calls threw, and waits until a step can be started. With
-  // several nodes, what calls threw is left to start_step(), which tells the others. `asynchronous`: whether the next
-  // call reads the weights from before this step.
+  // A step, in two parts. First, throws what earlier steps and calls threw, and waits until a step can be started; what
+  // calls throw later, with several nodes, start_step() tells the others. `asynchronous`: whether the next call reads
+  // the weights from before this step.
   void prepare_step(bool asynchronous);
   // Starts it. REQUIRES: prepare_step(); no call since.
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
@@ -71,6 +74,8 @@ class FusedSteps {
   bool is_behind() const { return is_behind_; }
   // Lets the parameters show the newest weights; calls read what they would have read.
   void show_weights();
+  // As it was given to bind().
+  const std::shared_ptr<JointTraining>& joint() const { return joint_; }
   // Whether parameters may not show the weights from which the next step starts.
   bool hides_weights() const { return hides_weights_; }
   // Lets what the program computes on the host read the weights that calls read.
@@ -85,6 +90,7 @@ class FusedSteps {
   std::shared_ptr<runtime::Pipeline> host_;
   std::shared_ptr<runtime::ModelOptimizer> optimizer_;
   TrainedParameters trained_;
+  std::shared_ptr<JointTraining> joint_;
   bool hides_weights_ = false;
   bool is_behind_ = false;
 };

@@ -1,4 +1,4 @@
-"""Several nodes that train one model together: their process groups, what they agree on, and their losses' weights.
+"""Several nodes that train one model together: their process groups, and their models as the engine compares them.
 
 A node is a rank of a process group of `torch.distributed`, with devices of its own. `nodes_of(model)` tells a program
 which one it is.

@@ -78,6 +78,20 @@ def backend_for_tensors_on_the_host(group: Any) -> str:
     return "gloo" if found in (None, "nccl", "undefined") else str(found)
 
 
+def control_beside(group: Any, timeout: timedelta) -> _core.Control:
+    """Short messages between all ranks of a group, over a group of its own. Collective.
+
+    Args:
+        group: of the ranks.
+        timeout: how long a rank may take to answer.
+
+    Raises:
+        ValueError: the group was destroyed.
+        RoundPipeError: a rank did not join in.
+    """
+    return _core.Control(made_beside(group, "gloo", timeout).group_name, timeout.total_seconds())
+
+
 def made_beside(group: Any, backend: str, timeout: timedelta) -> Any:
     """Makes a new group of the same ranks. Collective.
 

@@ -1,4 +1,4 @@
-"""One model that several nodes train together: what they agree on, for the model and for each optimizer and step."""
+"""One model that several nodes train together, as Python has its parts: see `_core.JointTraining`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe import _core
-from roundpipe.distributed.description import of_late_frozen, of_model, of_optimizer
-from roundpipe.distributed.loss_counts import LossCounts
+from roundpipe.compatibility import package_version
 from roundpipe.distributed.nodes import Nodes
-from roundpipe.distributed.values import SharedValues, checksum
-
-_WRAPS, _MAKES_OPTIMIZER = "wraps", "makes an optimizer for"
 
 
 class JointTraining:
@@ -27,23 +23,23 @@ class JointTraining:
         layers: how many layers it has; None if it has none of its own.
         module: the model, with the parameters and buffers that count.
 
+    Attributes:
+        nodes: the nodes.
+        counts: what the calls since the last step have used as their losses.
+
     Raises:
         ValueError: the ranks have different models.
         RoundPipeError: a rank does not answer.
     """
 
     def __init__(self, nodes: Nodes, kind: str, layers: int | None, module: nn.Module) -> None:
-        named: list[tuple[str, Tensor]] = [
-            *module.named_parameters(remove_duplicate=False),
-            *module.named_buffers(remove_duplicate=False),
-        ]
-        nodes.agree(_WRAPS, of_model(kind, layers, named), "the same program on every rank")
-        nodes.groups()
+        parameters: list[tuple[str, Tensor]] = list(module.named_parameters(remove_duplicate=False))
+        buffers = list(module.named_buffers(remove_duplicate=False))
         self.nodes = nodes
-        self.counts = LossCounts(nodes)
-        self._values = SharedValues(nodes)
-        self._named: list[tuple[str, nn.Parameter]] = []  # every name of every parameter, once there is an optimizer
-        self._values.share(_WRAPS, named)
+        self._core = _core.JointTraining(nodes.agreement, package_version(), torch.__version__, kind, layers)
+        self.counts = self._core.counts
+        self._core.agree_on_model(parameters, buffers)
+        self._core.share_model(parameters + buffers, nodes.weights_name())
         self._statistics = [
             (name, part)
             for name, part in module.named_modules()
@@ -67,15 +63,14 @@ class JointTraining:
         Returns:
             What the engine's optimizer needs.
         """
-        told = of_model(self.nodes.model, None, named) | of_optimizer(optimizer, named)
-        told |= {name: repr(value) for name, value in options.items()}
-        self.nodes.agree(_MAKES_OPTIMIZER, told, "the same parameters and optimizer on every rank")
-        self._values.share(_MAKES_OPTIMIZER, named)
-        self._named = named
+        parameters = [list(group["params"]) for group in optimizer.param_groups]
+        traits = _core.OptimizerTraits(type(optimizer).__name__, _options_of(optimizer), parameters, _in_words(options))
+        self._core.agree_on_optimizer(traits, [*named])
+        self._core.share_parameters(self.nodes.weights_name())
         return self.nodes.for_optimizer()
 
     def step(self, options: Mapping[str, Any], optimizer: torch.optim.Optimizer, shows_weights: bool) -> float:
-        """See `LossCounts.step`. Collective.
+        """Ends the step's calls, and returns the factor of its gradients' sum. Collective.
 
         Args:
             options: of the step, by name.
@@ -83,7 +78,9 @@ class JointTraining:
             shows_weights: whether the models' parameters show the weights that the step starts from.
 
         Raises:
-            ValueError: the nodes differ, or a layer keeps statistics of its own node's rows alone.
+            ValueError: the nodes differ in what they step with, or a layer keeps statistics of its own node's rows
+                alone.
+            RoundPipeError: a call has failed on a node.
         """
         for name, part in self._statistics:
             if part.training:
@@ -93,12 +90,7 @@ class JointTraining:
                     "overwrites them with those of rank 0); put it in eval mode, give it track_running_stats=False, or "
                     "use another norm"
                 )
-        told = {name: repr(value) for name, value in options.items()} | of_late_frozen(optimizer, self._named)
-        written = self._values.written(self._named) if shows_weights else {}
-        told |= {f"what was written to {name}": f"{checksum(tensor):08x}" for name, tensor in written.items()}
-        factor = self.counts.step(told, optimizer.param_groups)
-        self._values.note_alike(written.values())
-        return factor
+        return self._core.step(_in_words(options), _options_of(optimizer), shows_weights)
 
     def refuse(self, what: str) -> NoReturn:
         """Raises ValueError: the weights of `what` would not stay the same on all nodes."""
@@ -107,6 +99,18 @@ class JointTraining:
             "the model; expected a roundpipe.optim optimizer made for it: optimizer = roundpipe.optim.AdamW(model, "
             "...), model.step(optimizer); or give process_group=False where the model is wrapped, to train it alone"
         )
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> list[list[tuple[str, str]]]:
+    """The options of each group, in words."""
+    return [
+        _in_words({name: value for name, value in group.items() if name != "params"})
+        for group in optimizer.param_groups
+    ]
+
+
+def _in_words(options: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(name, repr(value.tolist() if isinstance(value, Tensor) else value)) for name, value in options.items()]
 
 
 def join(process_group: Any, name: str, kind: str, layers: int | None, module: nn.Module) -> JointTraining | None:

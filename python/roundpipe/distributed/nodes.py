@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,11 +9,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from roundpipe import _core
-from roundpipe.distributed.control import Control
-from roundpipe.distributed.differences import differences, held
 from roundpipe.distributed.groups import (
     backend_for_tensors_on_the_host,
     chosen_group,
+    control_beside,
     made_beside,
     timeout_of,
     try_collectives,
@@ -33,10 +31,10 @@ class _Shared:
         controls: for threads of their own.
     """
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: _core.Control) -> None:
         self.control = control
         self.pairs: Reused[tuple[Any, Any]] = Reused()
-        self.controls: Reused[Control] = Reused()
+        self.controls: Reused[_core.Control] = Reused()
 
 
 _shared: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -51,16 +49,16 @@ class Nodes:
         rank: this node's.
         size: how many there are.
         model: which model it is, in messages.
+        agreement: what they agree on about it.
     """
 
     def __init__(self, shared: _Shared, process_group: Any, model: str) -> None:
         self._shared = shared
-        self._control = control = shared.control
         self._process_group = process_group
         self._timeout = timeout_of(process_group)
-        self.rank, self.size = control.rank, control.size
-        control.models += 1
-        self.model = f"model {control.models} ({model})"
+        self.agreement = _core.Agreement(shared.control, model)
+        self.rank, self.size = self.agreement.rank, self.agreement.size
+        self.model = self.agreement.model
         self._groups: tuple[Any, Any] | None = None  # for gradients and weights
 
     @staticmethod
@@ -75,34 +73,21 @@ class Nodes:
         if group is None:
             return None
         if group not in _shared:
-            _shared[group] = _Shared(Control.beside(group, timeout_of(group)))
+            _shared[group] = _Shared(control_beside(group, timeout_of(group)))
         return Nodes(_shared[group], group, model)
 
-    def gather(self, kind: str, told: Mapping[str, Any], beside: tuple[str, ...] = ()) -> list[dict[str, Any]]:
+    def gather(self, kind: str, told: Any) -> list[Any]:
         """Returns what every rank has told, in the order of the ranks. Collective; for a few values of JSON.
 
         Args:
-            kind: what this rank is doing, in words after its name, such as "wraps".
+            kind: what this rank is doing, in words after its name, such as "saves".
             told: its message.
-            beside: what other ranks may be doing at the same time.
-
-        Returns:
-            The messages; "kind" says what the rank is doing.
 
         Raises:
             ValueError: another rank is doing something else.
             RoundPipeError: another rank does not answer.
         """
-        mine = {**told, "kind": kind, "model": self.model}
-        messages = [json.loads(each) for each in self._control.exchange(json.dumps(mine).encode())]
-        fits = all(each["kind"] in (kind, *beside) and each["model"] == self.model for each in messages)
-        if not fits:
-            doing = ", ".join(f"rank {rank} {each['kind']} {each['model']}" for rank, each in enumerate(messages))
-            raise ValueError(
-                f"[distributed] the ranks do not do the same: {doing}; expected each to wrap the same models, make the "
-                "same optimizers and make the same steps in the same order"
-            )
-        return messages
+        return [json.loads(each) for each in self.agreement.gather(kind, json.dumps(told).encode())]
 
     def agree(self, kind: str, told: Mapping[str, str], expected: str) -> None:
         """Refuses to go on if the ranks have not told the same. Collective.
@@ -115,15 +100,7 @@ class Nodes:
         Raises:
             ValueError: something differs; the message names it, and the ranks.
         """
-        digests = [each["digest"] for each in self.gather(kind, {"digest": digest_of(told)})]
-        self.compare(digests, kind, told, expected)
-
-    def compare(self, digests: list[str], kind: str, told: Mapping[str, str], expected: str) -> None:
-        """`agree`, after the ranks have gathered their digests. Collective if these differ."""
-        if len(set(digests)) > 1:
-            all_told = [each["told"] for each in self.gather(kind, {"told": dict(told)})]
-            what = differences(all_told) or held(digests)
-            raise ValueError(f"[distributed] the ranks differ in {self.model}: {what}; expected {expected}")
+        self.agreement.agree(kind, list(told.items()), expected)
 
     def groups(self) -> tuple[Any, Any]:
         """The groups that carry gradients and weights of the model's optimizer. Collective when they are taken.
@@ -137,7 +114,12 @@ class Nodes:
             _core.Nodes.drain_all()  # also what a model that is gone has not waited for
         return self._groups
 
-    def control_for(self, user: object, timeout: timedelta) -> Control:
+    def weights_name(self) -> str:
+        """The name of the group that carries weights. Collective when it is taken; see `groups`."""
+        name: str = self.groups()[1].group_name
+        return name
+
+    def control_for(self, user: object, timeout: timedelta) -> _core.Control:
         """A way to exchange messages for a thread of its own, for as long as `user` lives. Collective.
 
         Args:
@@ -147,8 +129,7 @@ class Nodes:
         return self._taken(self._shared.controls, user, lambda: self._new_control(timeout))
 
     def _taken(self, reused: Reused[T], user: object, make: Callable[[], tuple[str, T]]) -> T:
-        told = self.gather("takes groups for", {"free": reused.free()})
-        return reused.take(user, [each["free"] for each in told], make)
+        return reused.take(user, self.gather("takes groups for", reused.free()), make)
 
     def _new_pair(self) -> tuple[str, tuple[Any, Any]]:
         backend = backend_for_tensors_on_the_host(self._process_group)
@@ -157,16 +138,13 @@ class Nodes:
             try_collectives(group, backend)
         return gradients.group_name, (gradients, weights)
 
-    def _new_control(self, timeout: timedelta) -> tuple[str, Control]:
-        control = Control.beside(self._process_group, timeout)
+    def _new_control(self, timeout: timedelta) -> tuple[str, _core.Control]:
+        control = control_beside(self._process_group, timeout)
         return control.name, control
 
     def for_optimizer(self) -> _core.Nodes:
         """What an optimizer of the engine needs to know of its groups; an earlier one has finished. Collective."""
         gradients, weights = self.groups()
-        return _core.Nodes(gradients.group_name, weights.group_name, timeout_s=self._timeout.total_seconds())
-
-
-def digest_of(told: Mapping[str, str]) -> str:
-    """Short, and the same for the same names and values."""
-    return hashlib.sha256(json.dumps(dict(told), sort_keys=True).encode()).hexdigest()[:32]
+        return _core.Nodes(
+            gradients.group_name, weights.group_name, self._shared.control, self._timeout.total_seconds()
+        )

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 from roundpipe import _core
-from roundpipe.distributed.control import Control
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class Ranks:
         return cls(0, 1, lambda mine: [mine])
 
     @classmethod
-    def over(cls, control: Control) -> Self:
+    def over(cls, control: _core.Control) -> Self:
         """Those of a control, which nothing else uses."""
         return cls(control.rank, control.size, values_over(control))
 
@@ -72,6 +71,6 @@ class Ranks:
         return [each["value"] for each in told]
 
 
-def values_over(control: Control) -> Callable[[Any], list[Any]]:
+def values_over(control: _core.Control) -> Callable[[Any], list[Any]]:
     """Exchanges values of JSON instead of bytes."""
     return lambda mine: [json.loads(each) for each in control.exchange(json.dumps(mine).encode())]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following import collector
 from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
@@ -225,7 +224,7 @@ class LanguageModel:
         return tuple(f"a smaller {name} (now {chunk!r})" for name, chunk in zip(names, self._chunks, strict=True))
 
     def prepare(
-        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool, count: CallCount | None = None
+        self, batch: list[tuple[tuple[Any, ...], dict[str, Any]]], loss_only: bool, count: _core.CallCount | None = None
     ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Adds to each microbatch's arguments the weight of its loss.
 
@@ -279,7 +278,7 @@ class LanguageModel:
 
     def _counted(
         self,
-        count: CallCount,
+        count: _core.CallCount,
         counts: list[int | None],
         summed: bool,
         arguments: dict[str, Any],

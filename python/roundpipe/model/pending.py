@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.data.microbatch import merge_outputs
-from roundpipe.distributed.loss_counts import CallCount
+from roundpipe.distributed.loss_counts import noting_failure
 from roundpipe.model.call.loss_function import MicrobatchLoss
 from roundpipe.model.call.request import CallRequest
 from roundpipe.model.call.run_config import ResolvedRunConfig
@@ -61,7 +60,7 @@ class Pending:
         submitted: _core.PendingCall,
         request: CallRequest,
         loss: MicrobatchLoss,
-        count: CallCount | None,
+        count: _core.CallCount | None,
     ) -> None:
         self._pipeline = pipeline
         self._submitted = submitted
@@ -76,7 +75,7 @@ class Pending:
             ValueError: the loss has been read already.
             Exception: whatever `forward_backward` raises.
         """
-        with nullcontext() if self._count is None else self._count.noting_failure():
+        with noting_failure(self._count):
             return self._finish()
 
     def _finish(self) -> Any:

@@ -7,7 +7,7 @@ import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.device.pool import devices
-from roundpipe.distributed.loss_counts import CallCount
+from roundpipe.distributed.loss_counts import note_backward_of, noting_failure
 from roundpipe.following.layers.emulated import EmulatedLayer, NativeEmulatedLayer
 from roundpipe.following.layers.shell import PythonLayer, layers_of
 from roundpipe.following.refusals import refuse_weights, warn_batch_norm, warn_single_layer
@@ -321,7 +321,7 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
                 structure.check_open("forward")
             print_times(self._pipeline)
             if self._joint is not None:
-                self._joint.counts.note_backward_of(tensor for tensors, _ in parts for tensor in tensors)
+                note_backward_of(self._joint.counts, (tensor for tensors, _ in parts for tensor in tensors))
             return merged(parts, request.config)
 
     def forward_backward(
@@ -438,8 +438,8 @@ class RoundPipe(HasCallHooks, RunRecords, SteppedModel):
         return self._request(preparation, lambda ready: ready.step(given))
 
     def _submit(self, given: StepArguments, refuses_nan_early: bool) -> Pending:
-        count = None if self._joint is None else CallCount(self._joint.counts)
-        with nullcontext() if count is None else count.noting_failure():
+        count = None if self._joint is None else _core.CallCount(self._joint.counts)
+        with noting_failure(count):
             request = self._prepare_step(dataclasses.replace(given, count=count))
             assert request.loss_fn is not None
             loss = MicrobatchLoss(request.loss_fn)

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from roundpipe import _core
 from roundpipe.data.microbatch import effective_microbatches, microbatch_rows, split_call, split_label
-from roundpipe.distributed.loss_counts import CallCount
 from roundpipe.following.layers.values import owned, split, to_host
 from roundpipe.model.call.joint_plan import RunType
 from roundpipe.model.call.loss_function import ScaledOutputs, is_own_loss
@@ -35,7 +35,7 @@ class StepArguments:
     loss_fn: Callable[[Any, Any], Any]
     return_outputs: bool
     run_config: RoundPipeRunConfig | None
-    count: CallCount | None = None
+    count: _core.CallCount | None = None
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Preparation:
         kwargs: dict[str, Any],
         loss_only: bool,
         merges: bool = False,
-        count: CallCount | None = None,
+        count: _core.CallCount | None = None,
         has_label: bool = False,
     ) -> tuple[list[Microbatch], bool, list[int] | None]:
         """Returns each microbatch's tensors with their structure, whether the arguments hold objects that the caller

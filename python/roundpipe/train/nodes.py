@@ -12,10 +12,9 @@ from typing import Any, Self, TypeVar
 import torch
 
 import roundpipe
+from roundpipe import _core
 from roundpipe.data.balance import rows_of_part
-from roundpipe.distributed.control import Control
-from roundpipe.distributed.differences import differences
-from roundpipe.distributed.groups import timeout_of
+from roundpipe.distributed.groups import control_beside, timeout_of
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.train.config import TrainConfig
 
@@ -78,8 +77,8 @@ class RunNodes:
         Raises:
             ValueError: a node has another configuration, beside places and devices; the message names what differs.
         """
-        told = self.each(lambda: {name: repr(value) for name, value in config.of_all_nodes().items()})
-        if what := differences(told):
+        told = self.each(lambda: [(name, repr(value)) for name, value in config.of_all_nodes().items()])
+        if what := _core.differences(told):
             raise ValueError(f"[train] the nodes have other options: {what}; expected the same command on all")
 
     def require_own_devices(self) -> None:
@@ -143,6 +142,6 @@ def _nodes_of(group: Any) -> RunNodes:
     if group.size() == 1:
         return RunNodes.alone()
     usual, patient = (
-        Ranks.over(Control.beside(group, timeout)) for timeout in (timeout_of(group), _LONGEST_WORK_OF_FIRST)
+        Ranks.over(control_beside(group, timeout)) for timeout in (timeout_of(group), _LONGEST_WORK_OF_FIRST)
     )
     return RunNodes(usual, patient)

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <roundpipe/cluster/channel.h>
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/runtime/step/step_run.h>
 

@@ -6,6 +6,7 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>

@@ -7,8 +7,9 @@
 
 #include <roundpipe/cluster/block_exchange.h>
 
+#include "../local_nodes.h"
 #include "support/chain.h"
-#include "support/local_group.h"
+
 
 using namespace roundpipe;
 using namespace roundpipe::support;
@@ -95,17 +96,6 @@ std::vector<Tensor> train_plain(const NodeKind& kind, int nodes) {
     late = newest;
   }
   return copies_of(net->parameters());
-}
-
-std::vector<std::shared_ptr<cluster::Nodes>> made_nodes(int count) {
-  const auto gradients = std::make_shared<Meeting>(count), weights = std::make_shared<Meeting>(count);
-  std::vector<std::shared_ptr<cluster::Nodes>> nodes;
-  for (int rank = 0; rank < count; ++rank) {
-    nodes.push_back(std::make_shared<cluster::Nodes>(c10::make_intrusive<LocalGroup>(gradients, rank),
-                                                     c10::make_intrusive<LocalGroup>(weights, rank),
-                                                     std::chrono::seconds(60)));
-  }
-  return nodes;
 }
 
 bool near(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {

@@ -20,9 +20,8 @@ from roundpipe import GradScaler, RoundPipe, RoundPipeRunConfig
 from roundpipe.data.batches import Batches
 from roundpipe.data.collate import collate, count_label_tokens
 from roundpipe.data.node_batches import NodeBatches
-from roundpipe.distributed import description
-from roundpipe.distributed.control import Control
-from roundpipe.distributed.groups import timeout_of
+from roundpipe.distributed import joint_training
+from roundpipe.distributed.groups import control_beside, timeout_of
 
 WIDTH = 32  # torch's own vector tails round otherwise, so sizes are multiples of 16
 RATES = {"lr": 1e-2, "weight_decay": 0.02}
@@ -36,9 +35,9 @@ def rank() -> int:
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 
-def _control() -> Control:
+def _control() -> roundpipe._core.Control:
     group = torch.distributed.group.WORLD
-    return Control.beside(group, timeout_of(group))
+    return control_beside(group, timeout_of(group))
 
 
 def exchange(messages: list[list[bytes]]) -> list[list[bytes]]:
@@ -232,7 +231,7 @@ def _other_strides() -> None:
 
 def _other_version() -> None:
     if rank():
-        description.package_version = lambda: "0.0.7"
+        joint_training.package_version = lambda: "0.0.7"
     _pipe()
 
 

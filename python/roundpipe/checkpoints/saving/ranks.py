@@ -23,7 +23,7 @@ def ranks_of_call(model: ModelFacade, kind: str) -> Ranks:
     nodes = model._step_group.nodes
     if nodes is None:
         return Ranks.alone()
-    return Ranks(nodes.rank, nodes.size, lambda mine: [each["part"] for each in nodes.gather(kind, {"part": mine})])
+    return Ranks(nodes.rank, nodes.size, lambda mine: nodes.gather(kind, mine))
 
 
 class _RanksOfSaves(Ranks):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.distributed.loss_counts import telling_failure
 from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments, Step, as_schedulers, core_rule
 from roundpipe.model.step.group import StepGroup
 from roundpipe.model.step.plain_steps import owners
@@ -108,11 +109,9 @@ class FusedSteps(StepGroup):
         groups = optimizer.core_groups()
         pipelines = self.models.all_pipelines()
         scale: torch.Tensor | None = None
-        with nullcontext() if self.joint is None else self.joint.counts.telling_failure():
+        with nullcontext() if self.joint is None else telling_failure(self.joint.counts):
             self.check_trainable()
             self.finish_update()
-            if self.joint is not None:
-                self.models.raise_pending()
             self._core.prepare_step(is_async)  # here, so that Ctrl+C ends the wait
             if scaler is not None and scaler.is_enabled():
                 scale = scaler._begin_step(self, pipelines, several_nodes=self.joint is not None)

@@ -86,11 +86,6 @@ class SteppedModels:
         for pipeline in self.pipelines:
             pipeline.exposes_gradients = True
 
-    def raise_pending(self) -> None:
-        """Raises what running work raised."""
-        for pipeline in self.pipelines:
-            pipeline.raise_pending()
-
     def has_gradients(self) -> bool:
         """Whether a pipeline has gradients that no step has consumed."""
         return any(pipeline.has_gradients for pipeline in self.pipelines)

@@ -1,15 +1,22 @@
 #pragma once
 
 #include <barrier>
-#include <cstring>
+#include <condition_variable>
+#include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace roundpipe::support {
 
-// The ranks of a group that are threads of one process: a collective is over when all have come.
+// The ranks of a group that are threads of one process: a collective is over when all have come, and a message when it
+// has been taken.
 struct Meeting {
   explicit Meeting(int ranks) : size(ranks), posted(static_cast<size_t>(ranks)), all_here(ranks) {}
   const int size;
@@ -19,12 +26,52 @@ struct Meeting {
   };
   std::vector<Post> posted;  // by each rank, before the barrier; read by all after it
   std::barrier<> all_here;
+
+  void post(int from, int to, const at::Tensor& message) {
+    const std::lock_guard lock(mutex);
+    mail[{from, to}].push_back(message.clone());
+    arrived.notify_all();
+  }
+  // Throws if the rank has left and there is none.
+  at::Tensor take(int from, int to) {
+    std::unique_lock lock(mutex);
+    std::deque<at::Tensor>& waiting = mail[{from, to}];
+    arrived.wait(lock, [&] { return !waiting.empty() || left[from]; });
+    if (waiting.empty()) throw std::runtime_error("connection closed by peer\nmore");
+    at::Tensor message = std::move(waiting.front());
+    waiting.pop_front();
+    return message;
+  }
+  // A rank ends without another message.
+  void leave(int rank) {
+    const std::lock_guard lock(mutex);
+    left[rank] = true;
+    arrived.notify_all();
+  }
+  std::mutex mutex;
+  std::condition_variable arrived;
+  // Protected by mutex.
+  std::map<std::pair<int, int>, std::deque<at::Tensor>> mail;  // by who sends and who receives
+  std::map<int, bool> left;
 };
 
 struct OverWork : c10d::Work {
   bool isCompleted() override { return true; }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override { return true; }
+};
+
+// A message that is there when it is waited for.
+struct Receipt : OverWork {
+  Receipt(std::shared_ptr<Meeting> from_meeting, int from_rank, int to_rank, at::Tensor into)
+      : meeting(std::move(from_meeting)), from(from_rank), to(to_rank), tensor(std::move(into)) {}
+  bool wait(std::chrono::milliseconds) override {
+    tensor.copy_(meeting->take(from, to));
+    return true;
+  }
+  const std::shared_ptr<Meeting> meeting;
+  const int from, to;
+  const at::Tensor tensor;
 };
 
 // A rank of such a group.
@@ -64,6 +111,13 @@ class LocalGroup : public c10d::ProcessGroup {
                                                std::vector<int64_t>& from_bytes, const c10d::AllToAllOptions& options) {
     return all_to_all_single(to, from, to_bytes, from_bytes, options);
   }
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int to, int) override {
+    meeting_->post(rank_, to, tensors[0]);
+    return c10::make_intrusive<OverWork>();
+  }
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int from, int) override {
+    return c10::make_intrusive<Receipt>(meeting_, from, rank_, tensors[0]);
+  }
 
  private:
   template <typename Visit>
@@ -77,5 +131,16 @@ class LocalGroup : public c10d::ProcessGroup {
   const std::shared_ptr<Meeting> meeting_;
   const int rank_;
 };
+
+// Runs `work` of each rank on a thread of its own, and returns what it has returned.
+template <typename Work>
+auto on_ranks(int count, const Work& work) {
+  std::vector<decltype(work(0))> results(static_cast<size_t>(count));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < count; ++rank)
+    threads.emplace_back([&, rank] { results[static_cast<size_t>(rank)] = work(rank); });
+  for (std::thread& thread : threads) thread.join();
+  return results;
+}
 
 }  // namespace roundpipe::support
