@@ -236,7 +236,7 @@ test-all: build-tests $(VENV)/.card
 	$(call in_setting,ATEN_CPU_CAPABILITY=avx2 ROUNDPIPE_OPTIM_ISA=avx2 OMP_NUM_THREADS=2)
 	$(call in_setting,ONEDNN_MAX_CPU_ISA=AVX2 ROUNDPIPE_OPTIM_ISA=baseline OMP_NUM_THREADS=4)
 	@echo "== the C++ tests, with other kernels"
-	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|compare|checkpoint|tokens)$$'
+	@ATEN_CPU_CAPABILITY=default ROUNDPIPE_OPTIM_ISA=baseline $(CTEST) --test-dir $(BUILD) -E '^(core|schedule|simulate|compare|files|tokens)$$'
 	@echo "== the C++ tests' random cases that make test leaves out"
 	@ROUNDPIPE_LONG_TESTS=1 $(CTEST) --test-dir $(BUILD) -R '^(schedule|simulate|runtime|saving|api)$$'
 	@echo "== a processor whose products have bits that depend on their sizes"
@@ -244,7 +244,7 @@ test-all: build-tests $(VENV)/.card
 	@$(SHAPE_BITS) $(CTEST) --test-dir $(BUILD) -R '^(ops|models|runtime|saving|api|runs)$$'
 	@$(SHAPE_BITS) $(PYTEST_BALANCED) tests/python
 	@echo "== mutated files, for longer"
-	@ROUNDPIPE_FUZZ_SECONDS=15 $(BUILD)/tests/cpp/checkpoint_test -tc="fuzz: *"
+	@ROUNDPIPE_FUZZ_SECONDS=15 $(BUILD)/tests/cpp/files_test -tc="fuzz: *"
 	@$(MAKE) test-card-all
 	$(if $(OWN_TORCH),,@echo "== the documentation as a site" && $(MAKE) site)
 	@echo "== a wheel in an empty environment"

@@ -15,9 +15,9 @@
 #include <ATen/Context.h>
 
 #include <roundpipe/api/devices.h>
-#include <roundpipe/checkpoint/damage.h>
-#include <roundpipe/checkpoint/fall_back.h>
-#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/files/damage.h>
+#include <roundpipe/files/fall_back.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/command/step_lines.h>
 #include <roundpipe/command/step_record.h>
 #include <roundpipe/command/training_options.h>
@@ -132,8 +132,8 @@ class Training {
   void save(int64_t step, bool wait);
   void write_results();
   // Where the results go: a model, adapters, or both.
-  std::string adapter_folder() const { return checkpoint::join(options_.out, "adapter"); }
-  std::string model_folder() const { return checkpoint::join(options_.out, "model"); }
+  std::string adapter_folder() const { return files::join(options_.out, "adapter"); }
+  std::string model_folder() const { return files::join(options_.out, "model"); }
   bool writes_model() const { return !trains_adapters(options_) || options_.merge; }
 
   const Options& options_;
@@ -202,12 +202,12 @@ void Training::resume() {
 
 // With the newest checkpoint whose state can be read; resume() tells what it passes over.
 void Training::check_fixed() const {
-  checkpoint::FallBack fall_back(options_.out, [](const std::string&) {});
+  files::FallBack fall_back(options_.out, [](const std::string&) {});
   while (true) {
     const std::string folder = fall_back.next();
     try {
       return check_fixed_in(StoredCheckpoint(folder));
-    } catch (const checkpoint::DamagedCheckpoint& damage) {
+    } catch (const files::DamagedCheckpoint& damage) {
       fall_back.damaged(damage.what());
     }
   }
@@ -256,12 +256,12 @@ int Training::run() {
     check_memory();
     return 0;
   }
-  checkpoint::FileSystem::real().make_folders(options_.out);
+  files::FileSystem::real().make_folders(options_.out);
   run_folder(options_.out);  // locked until the process ends
   optimizer_.emplace(make_optimizer(*model_, options_, data_.steps()));
   resume();
   check_memory();
-  metrics_.emplace(checkpoint::join(options_.out, "metrics.jsonl"), step_);
+  metrics_.emplace(files::join(options_.out, "metrics.jsonl"), step_);
   const int64_t first = step_;
   train_steps();
   if (const int signal = stop_->signal(); signal != 0 && step_ < data_.steps()) {
@@ -373,7 +373,7 @@ void Training::save(int64_t step, bool wait) {
       {kFixed, StateValue::dict(fixed)}, {kTokens, static_cast<int64_t>(data_.checksum())}, {kOrder, kOrderOfRows}};
   saving.scaler = scaler_.get();
   if (scaler_) saving.state.emplace_back(kSkipped, skipped_.count());
-  saving.files = {{"config.json", read_text(checkpoint::join(options_.model, "config.json"))}};
+  saving.files = {{"config.json", read_text(files::join(options_.model, "config.json"))}};
   // The folder of the model holds what is frozen.
   saving.leaves_out = [](const std::string&, const at::Tensor& parameter) { return !parameter.requires_grad(); };
   const Save saved = save_checkpoint(options_.out, model_->model(), *optimizer_, saving);

@@ -1,6 +1,6 @@
 #include <torch/csrc/Exceptions.h>
 
-#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_check.h>
 #include <roundpipe/schedule/search.h>
@@ -15,7 +15,7 @@ namespace py = pybind11;
 void bind_errors(py::module_& module) {
   py::register_exception<Error>(module, "RoundPipeError", PyExc_RuntimeError).doc() =
       "Something failed that is not the caller's mistake (those are ValueError).";
-  py::register_exception<checkpoint::DamagedCheckpoint>(module, "DamagedCheckpointError", module.attr("RoundPipeError"))
+  py::register_exception<files::DamagedCheckpoint>(module, "DamagedCheckpointError", module.attr("RoundPipeError"))
       .doc() = "A checkpoint cannot be used as the disk has it; the message names a file.";
   py::register_exception<schedule::LayerTooLarge>(module, "LayerTooLargeError", PyExc_ValueError);
   py::register_exception<schedule::HostTooSmall>(module, "HostTooSmallError", PyExc_ValueError);

@@ -123,7 +123,7 @@ void HostWeights::zero_grad() {
     copies_->clear_gradients(/*set_to_none=*/true);
   }
   pipeline().gradients().drop();
-  if (joint_) joint_->counts()->forget();
+  if (fused_ && fused_->joint()) fused_->joint()->counts()->forget();
 }
 
 const NamedParameters& HostWeights::optimizer_parameters(std::optional<c10::ScalarType> dtype) {

@@ -8,7 +8,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/files/crc32c.h>
 #include <roundpipe/cluster/message.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/mapped_file.h>
@@ -37,7 +37,7 @@ at::Tensor contiguous(const at::Tensor& tensor) { return tensor.detach().resolve
 
 uint32_t checksum(const at::Tensor& tensor) {
   const at::Tensor content = contiguous(tensor);
-  return content.numel() == 0 ? 0 : checkpoint::crc32c(content.const_data_ptr(), content.nbytes());
+  return content.numel() == 0 ? 0 : files::crc32c(content.const_data_ptr(), content.nbytes());
 }
 
 // Of a tensor as `contiguous` returns it: views of its bytes.

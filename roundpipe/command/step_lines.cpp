@@ -30,9 +30,9 @@ std::vector<std::string> kept_lines(const std::string& path, int64_t after_step)
 }
 
 // Replaces what is at `path` in one step.
-checkpoint::File replaced(const std::string& path, const std::string& text, checkpoint::FileSystem& files) {
+files::File replaced(const std::string& path, const std::string& text, files::FileSystem& files) {
   const std::string aside = path + ".new";
-  checkpoint::File file = files.open_to_update(aside);
+  files::File file = files.open_to_update(aside);
   file.truncate(0);
   file.write(0, text.data(), static_cast<int64_t>(text.size()));
   file.close();
@@ -48,7 +48,7 @@ std::string joined(const std::vector<std::string>& lines) {
 
 }  // namespace
 
-StepLines::StepLines(const std::string& path, int64_t after_step, Tell tell, checkpoint::FileSystem& files)
+StepLines::StepLines(const std::string& path, int64_t after_step, Tell tell, files::FileSystem& files)
     : tell_(std::move(tell)), lines_(kept_lines(path, after_step)), file_(replaced(path, joined(lines_), files)) {
   written_bytes_ = file_.size();
 }

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/runs/run_folders.h>
 
@@ -18,7 +18,7 @@ class StepLines {
   // Opens the file. Of lines that are there, those of steps up to `after_step` stay, since later ones are made again;
   // none of a new run's, whose `after_step` is 0. Throws Error if the file cannot be written.
   StepLines(const std::string& path, int64_t after_step, Tell tell = tell_user,
-            checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+            files::FileSystem& files = files::FileSystem::real());
 
   // REQUIRES: `line` is a JSON object with a "step", in one line.
   void add(const std::string& line);
@@ -28,7 +28,7 @@ class StepLines {
  private:
   const Tell tell_;
   std::vector<std::string> lines_;
-  checkpoint::File file_;
+  files::File file_;
   int64_t written_bytes_ = 0;
   std::string unwritten_;
   bool has_told_ = false;

@@ -4,8 +4,8 @@
 #include <set>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/file_system.h>
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/file_system.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/language/json_fields.h>
 
@@ -233,7 +233,7 @@ std::optional<int64_t> parse_pad_token(JsonFields& fields, int64_t vocabulary) {
 
 Config parse_config(std::string_view text, const std::string& where) {
   const std::string begin = concat("[language model] ", where);
-  const json object = checkpoint::parse_json(text, where);
+  const json object = files::parse_json(text, where);
   JsonFields fields(object, begin);
   Config config;
   config.model_type = fields.text("model_type");
@@ -312,9 +312,9 @@ Config parse_config(std::string_view text, const std::string& where) {
 }
 
 Config read_config(const std::string& folder) {
-  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
-  const std::string path = checkpoint::join(folder, "config.json");
-  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+  files::FileSystem& files = files::FileSystem::real();
+  const std::string path = files::join(folder, "config.json");
+  if (files.look(path).kind == files::EntryKind::kNothing) {
     throw std::invalid_argument(concat("[language model] there is no ", path,
                                        ", expected the folder of a transformers model; name another folder"));
   }
@@ -326,7 +326,7 @@ c10::ScalarType parse_dtype(std::string_view name, const std::string& where) {
   if (name == "bfloat16") return at::kBFloat16;
   if (name == "float16") return at::kHalf;
   throw std::invalid_argument(
-      concat(where, " is '", checkpoint::shown(name), "', expected float32, bfloat16 or float16"));
+      concat(where, " is '", files::shown(name), "', expected float32, bfloat16 or float16"));
 }
 
 std::string dtype_text(c10::ScalarType dtype) {

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::language {
@@ -86,13 +86,13 @@ void JsonFields::must_be(const std::string& name, const json& expected) {
 void JsonFields::refuse(const std::string& what) const { throw std::invalid_argument(concat(where_, " ", what)); }
 
 void JsonFields::refuse(const std::string& name, const json& value, const std::string& expected) const {
-  refuse(concat("has '", name, "': ", checkpoint::shown(value.dump()), ", expected ", expected));
+  refuse(concat("has '", name, "': ", files::shown(value.dump()), ", expected ", expected));
 }
 
 void JsonFields::refuse_others(const std::set<std::string>& ignored) const {
   for (const auto& [name, value] : object_.items()) {
     if (value.is_null() || taken_.count(name) != 0 || ignored.count(name) != 0) continue;
-    refuse(concat("has the field '", checkpoint::shown(name), "', which is not known here and may change the ",
+    refuse(concat("has the field '", files::shown(name), "', which is not known here and may change the ",
                   "computation; train this model from Python, or remove the field if it says nothing about that"));
   }
 }

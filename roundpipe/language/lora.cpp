@@ -4,8 +4,8 @@
 #include <cmath>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/file_system.h>
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/file_system.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/language/json_fields.h>
 
@@ -92,7 +92,7 @@ void check_lora(const LoraOptions& lora, const Config& config) {
 
 LoraOptions parse_lora(std::string_view text, const std::string& where) {
   const std::string begin = concat("[lora] ", where);
-  const json object = checkpoint::parse_json(text, where);
+  const json object = files::parse_json(text, where);
   JsonFields fields(object, begin);
   LoraOptions lora;
   fields.must_be("peft_type", "LORA");
@@ -131,9 +131,9 @@ LoraOptions parse_lora(std::string_view text, const std::string& where) {
 }
 
 LoraOptions read_lora(const std::string& folder) {
-  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
-  const std::string path = checkpoint::join(folder, kAdapterConfig);
-  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+  files::FileSystem& files = files::FileSystem::real();
+  const std::string path = files::join(folder, kAdapterConfig);
+  if (files.look(path).kind == files::EntryKind::kNothing) {
     throw std::invalid_argument(concat("[lora] there is no ", path, ", expected the folder of a PEFT adapter"));
   }
   return parse_lora(files.read_small(path, kMostAdapterConfigBytes), path);

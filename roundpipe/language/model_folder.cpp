@@ -3,17 +3,17 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/json_text.h>
-#include <roundpipe/checkpoint/output_file.h>
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/files/output_file.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe::language {
 
-using checkpoint::EntryKind;
-using checkpoint::FileSystem;
-using checkpoint::join;
+using files::EntryKind;
+using files::FileSystem;
+using files::join;
 using nlohmann::ordered_json;
 
 namespace {
@@ -77,15 +77,15 @@ void check_model_folder(const std::string& folder, bool replace, FileSystem& fil
 }
 
 void write_text(const std::string& folder, const std::string& name, const std::string& text, FileSystem& files) {
-  checkpoint::OutputFile file(files, folder, name, static_cast<int64_t>(text.size()));
+  files::OutputFile file(files, folder, name, static_cast<int64_t>(text.size()));
   if (!text.empty()) file.write_at(0, text.data(), static_cast<int64_t>(text.size()));
   file.finish();
 }
 
 void write_weights(const std::string& folder, const std::string& name, const Weights& weights,
                    const WrittenValue& written, FileSystem& files) {
-  const checkpoint::SafetensorsLayout layout = saving::lay_out(weights);
-  checkpoint::OutputFile file(files, folder, name, layout.file_bytes);
+  const files::SafetensorsLayout layout = saving::lay_out(weights);
+  files::OutputFile file(files, folder, name, layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < weights.size(); ++i) {
     const auto& [weight, tensor] = weights[i];
@@ -99,7 +99,7 @@ void write_whole_folder(const std::string& given, bool replace,
   std::string folder = given;
   while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
   check_model_folder(folder, replace, files);
-  const std::string parent = checkpoint::parent_of(folder);
+  const std::string parent = files::parent_of(folder);
   const std::string name = folder.substr(folder.find_last_of('/') + 1);
   const std::string hidden = join(parent, "." + name + ".writing");
   files.make_folders(parent);

@@ -7,7 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/language/options.h>
 
 namespace roundpipe::language {
@@ -25,23 +25,23 @@ using WrittenValue = std::function<at::Tensor(const std::string& name, const at:
 void write_model_folder(const std::string& folder, const std::string& source,
                         const std::vector<std::pair<std::string, at::Tensor>>& weights,
                         const ModelFolderOptions& options = {}, const WrittenValue& written = {},
-                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                        files::FileSystem& files = files::FileSystem::real());
 
 // Writes a folder by `write`, which is given a hidden folder beside it; see write_model_folder for the rest.
 void write_whole_folder(const std::string& folder, bool replace,
                         const std::function<void(const std::string& hidden)>& write,
-                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                        files::FileSystem& files = files::FileSystem::real());
 
 // Writes one safetensors file of host tensors, for transformers and PEFT.
 void write_weights(const std::string& folder, const std::string& name,
                    const std::vector<std::pair<std::string, at::Tensor>>& weights, const WrittenValue& written = {},
-                   checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                   files::FileSystem& files = files::FileSystem::real());
 // Writes a small file.
 void write_text(const std::string& folder, const std::string& name, const std::string& text,
-                checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                files::FileSystem& files = files::FileSystem::real());
 
 // Throws std::invalid_argument if write_model_folder would refuse to write there.
 void check_model_folder(const std::string& folder, bool replace,
-                        checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                        files::FileSystem& files = files::FileSystem::real());
 
 }  // namespace roundpipe::language

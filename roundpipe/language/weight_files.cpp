@@ -9,12 +9,12 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::language {
 
-using checkpoint::TensorEntry;
+using files::TensorEntry;
 
 namespace {
 
@@ -43,12 +43,12 @@ std::string first_of(const Names& names) {
   size_t shown = 0;
   for (const std::string& name : names) {
     if (shown++ == 3) return concat(text, " and ", names.size() - 3, " more");
-    text += concat(text.empty() ? "'" : ", '", checkpoint::shown(name), "'");
+    text += concat(text.empty() ? "'" : ", '", files::shown(name), "'");
   }
   return text;
 }
 
-void read_casting(checkpoint::File& file, const TensorEntry& entry, c10::ScalarType dtype, const at::Tensor& to,
+void read_casting(files::File& file, const TensorEntry& entry, c10::ScalarType dtype, const at::Tensor& to,
                   const std::function<void(int64_t)>& progress) {
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
   const bool direct = to.scalar_type() == dtype;
@@ -72,23 +72,23 @@ void read_casting(checkpoint::File& file, const TensorEntry& entry, c10::ScalarT
 }  // namespace
 
 WeightFiles::WeightFiles(const std::string& folder, const std::string& name, std::string described,
-                         checkpoint::FileSystem& files)
+                         files::FileSystem& files)
     : folder_(folder), described_(std::move(described)), files_(files) {
-  if (files.look(checkpoint::join(folder, name)).kind == checkpoint::EntryKind::kNothing) {
+  if (files.look(files::join(folder, name)).kind == files::EntryKind::kNothing) {
     throw std::invalid_argument(
         concat("[language model] there is no ", name, " in ", folder, ", expected it beside ", described_));
   }
   add_file(name);
 }
 
-WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& files)
+WeightFiles::WeightFiles(const std::string& folder, files::FileSystem& files)
     : folder_(folder), described_("config.json"), files_(files) {
-  const std::string index_path = checkpoint::join(folder, kIndex);
+  const std::string index_path = files::join(folder, kIndex);
   const auto there = [&](const std::string& path) {
-    const checkpoint::EntryKind kind = files.look(path).kind;
-    return kind == checkpoint::EntryKind::kFile || kind == checkpoint::EntryKind::kLink;
+    const files::EntryKind kind = files.look(path).kind;
+    return kind == files::EntryKind::kFile || kind == files::EntryKind::kLink;
   };
-  if (there(checkpoint::join(folder, kSingle))) {
+  if (there(files::join(folder, kSingle))) {
     add_file(kSingle);
     return;
   }
@@ -97,32 +97,32 @@ WeightFiles::WeightFiles(const std::string& folder, checkpoint::FileSystem& file
                                        ", expected one of them; save the model with safetensors"));
   }
   const std::string where = "[language model] " + index_path;
-  const nlohmann::json index = checkpoint::parse_json(files.read_small(index_path, kMostIndexBytes), index_path);
-  const nlohmann::json& map = checkpoint::member(index, "weight_map", nlohmann::json::value_t::object, index_path);
+  const nlohmann::json index = files::parse_json(files.read_small(index_path, kMostIndexBytes), index_path);
+  const nlohmann::json& map = files::member(index, "weight_map", nlohmann::json::value_t::object, index_path);
   std::set<std::string> names;
   for (const auto& [name, file] : map.items()) {
     const bool plain = file.is_string() && !file.get<std::string>().empty() &&
                        file.get<std::string>().find('/') == std::string::npos && file.get<std::string>()[0] != '.';
-    if (!plain) throw Error(concat(where, " has no plain file name for '", checkpoint::shown(name), "', expected one"));
+    if (!plain) throw Error(concat(where, " has no plain file name for '", files::shown(name), "', expected one"));
     names.insert(file.get<std::string>());
   }
   for (const std::string& name : names) add_file(name);
   for (const auto& [name, file] : map.items()) {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.file != file.get<std::string>()) {
-      throw Error(concat(where, " says that '", checkpoint::shown(name), "' is in ",
-                         checkpoint::shown(file.get<std::string>()), ", which has it not; download the model again"));
+      throw Error(concat(where, " says that '", files::shown(name), "' is in ",
+                         files::shown(file.get<std::string>()), ", which has it not; download the model again"));
     }
   }
 }
 
 void WeightFiles::add_file(const std::string& name) {
-  const std::string path = checkpoint::join(folder_, name);
-  for (TensorEntry& entry : checkpoint::read_safetensors_header(path, files_).tensors) {
+  const std::string path = files::join(folder_, name);
+  for (TensorEntry& entry : files::read_safetensors_header(path, files_).tensors) {
     const std::string tensor = entry.name;
     const auto [place, is_new] = tensors_.emplace(tensor, Stored{name, std::move(entry)});
     if (!is_new) {
-      throw Error(concat("[language model] '", checkpoint::shown(tensor), "' is in ", place->second.file, " and in ",
+      throw Error(concat("[language model] '", files::shown(tensor), "' is in ", place->second.file, " and in ",
                          name, " of ", folder_, ", expected it once; download the model again"));
     }
   }
@@ -168,8 +168,8 @@ void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const
 
 bool WeightFiles::same_values(const Stored& one, const Stored& other) const {
   if (one.entry.dtype != other.entry.dtype || one.entry.shape != other.entry.shape) return false;
-  checkpoint::File first = files_.open_to_read(checkpoint::join(folder_, one.file));
-  checkpoint::File second = files_.open_to_read(checkpoint::join(folder_, other.file));
+  files::File first = files_.open_to_read(files::join(folder_, one.file));
+  files::File second = files_.open_to_read(files::join(folder_, other.file));
   std::vector<char> here(kPartBytes), there(kPartBytes);
   for (int64_t at = 0; at < one.entry.bytes; at += kPartBytes) {
     const int64_t bytes = std::min(kPartBytes, one.entry.bytes - at);
@@ -194,9 +194,9 @@ void WeightFiles::read(const std::vector<std::pair<std::string, at::Tensor>>& in
   std::ranges::sort(order, [](const auto& one, const auto& other) {
     return std::tie(one.first->file, one.first->entry.offset) < std::tie(other.first->file, other.first->entry.offset);
   });
-  std::optional<checkpoint::File> file;
+  std::optional<files::File> file;
   for (const auto& [stored, tensor] : order) {
-    const std::string path = checkpoint::join(folder_, stored->file);
+    const std::string path = files::join(folder_, stored->file);
     if (!file || file->path() != path) {
       file.reset();
       file.emplace(files_.open_to_read(path));

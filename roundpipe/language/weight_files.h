@@ -8,8 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/checkpoint/file_system.h>
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/file_system.h>
+#include <roundpipe/files/safetensors.h>
 #include <roundpipe/language/layers.h>
 
 namespace roundpipe::language {
@@ -20,10 +20,10 @@ class WeightFiles {
  public:
   // Of one file of a folder, for a model that `described` describes: a name for messages.
   WeightFiles(const std::string& folder, const std::string& name, std::string described,
-              checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+              files::FileSystem& files = files::FileSystem::real());
   // Throws std::invalid_argument for a folder without such files, and Error for damaged ones, for a tensor that is in
   // two files and for an index that does not fit its files.
-  explicit WeightFiles(const std::string& folder, checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+  explicit WeightFiles(const std::string& folder, files::FileSystem& files = files::FileSystem::real());
 
   // Checks that the folder holds weights of these names and shapes, in floating-point dtypes that torch computes with,
   // and no others. A second copy of a tied head and the frequencies that old files have are let pass. Throws
@@ -47,7 +47,7 @@ class WeightFiles {
  private:
   struct Stored {
     std::string file;
-    checkpoint::TensorEntry entry;
+    files::TensorEntry entry;
   };
 
   void add_file(const std::string& name);
@@ -55,7 +55,7 @@ class WeightFiles {
 
   const std::string folder_;
   const std::string described_;  // the file that says what is wanted
-  checkpoint::FileSystem& files_;
+  files::FileSystem& files_;
   std::map<std::string, Stored> tensors_;
 };
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/damage.h>
-#include <roundpipe/checkpoint/fall_back.h>
+#include <roundpipe/files/damage.h>
+#include <roundpipe/files/fall_back.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
@@ -27,7 +27,7 @@ auto taken(const TrainingLoad& load, const StateValue& value, const std::string&
   try {
     return read(value);
   } catch (const WrongStateType& wrong) {
-    throw checkpoint::damage_of(checkpoint::join(load.stored().folder(), kStateFile), concat(path, ": ", wrong.what()));
+    throw files::damage_of(files::join(load.stored().folder(), kStateFile), concat(path, ": ", wrong.what()));
   }
 }
 
@@ -171,12 +171,12 @@ Loaded load_one(const std::string& folder, const Request& request) {
 Loaded load(const std::string& folder, const Request& request) {
   require_callers_thread();
   wait_for_saves(folder);
-  checkpoint::FallBack fall_back(folder, tell_user);
+  files::FallBack fall_back(folder, tell_user);
   while (true) {
     const std::string path = fall_back.next();
     try {
       return load_one(path, request);
-    } catch (const checkpoint::DamagedCheckpoint& damage) {
+    } catch (const files::DamagedCheckpoint& damage) {
       fall_back.damaged(damage.what());
     }
   }

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/checkpoint/run_folder.h>
-#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/files/run_folder.h>
+#include <roundpipe/files/steps.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
@@ -31,7 +31,7 @@ std::optional<Place> place_of(const std::string& path) {
 struct Folders {
   struct Open {
     Place place;
-    std::shared_ptr<checkpoint::RunFolder> run;
+    std::shared_ptr<files::RunFolder> run;
   };
   Mutex mutex;
   std::map<std::string, Open> open ROUNDPIPE_GUARDED_BY(mutex);
@@ -59,11 +59,11 @@ void wait_for_all_saves() {
   for (const device::EventPtr& over : saves) device::wait_interruptible(*over);
 }
 
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder) { return run_folder(folder, tell_user); }
+std::shared_ptr<files::RunFolder> run_folder(const std::string& folder) { return run_folder(folder, tell_user); }
 
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, const Tell& tell) {
+std::shared_ptr<files::RunFolder> run_folder(const std::string& folder, const Tell& tell) {
   const std::string path = real_path(folder);
-  std::shared_ptr<checkpoint::RunFolder> run;
+  std::shared_ptr<files::RunFolder> run;
   {
     Folders& all = folders();
     const MutexLock lock(all.mutex);
@@ -73,21 +73,21 @@ std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, con
       if (place == found->second.place) return found->second.run;
       all.open.erase(found);  // the folder was removed, or another one is in its place
     }
-    run = std::make_shared<checkpoint::RunFolder>(path);
+    run = std::make_shared<files::RunFolder>(path);
     all.open[path] = {place_of(path).value_or(Place{}), run};
   }
   for (const std::string& notice : run->notices()) tell("[save_checkpoint] " + notice);
   return run;
 }
 
-std::unique_ptr<checkpoint::Journal> open_journal(const std::string& folder, int64_t after_step) {
+std::unique_ptr<files::Journal> open_journal(const std::string& folder, int64_t after_step) {
   return run_folder(folder)->open_journal(after_step);
 }
 
 std::optional<std::string> latest(const std::string& folder) {
-  if (const std::optional<int64_t> step = checkpoint::latest_step(folder))
-    return (std::filesystem::path(folder) / checkpoint::step_name(*step)).string();
-  const std::vector<checkpoint::FoundStep> incomplete = checkpoint::find_steps(folder);
+  if (const std::optional<int64_t> step = files::latest_step(folder))
+    return (std::filesystem::path(folder) / files::step_name(*step)).string();
+  const std::vector<files::FoundStep> incomplete = files::find_steps(folder);
   if (incomplete.empty()) return std::nullopt;
   if (incomplete.back().problem.empty()) return incomplete.back().folder;  // it has just appeared
   throw Error(concat("[latest] ", folder,

@@ -6,9 +6,9 @@
 #include <optional>
 #include <string>
 
-#include <roundpipe/checkpoint/journal.h>
+#include <roundpipe/files/journal.h>
 
-namespace roundpipe::checkpoint {
+namespace roundpipe::files {
 class RunFolder;
 }
 namespace roundpipe::device {
@@ -21,12 +21,12 @@ namespace roundpipe {
 // same object for the same folder; save_checkpoint uses it, too. What was found in it is told by Frontend::warn, or
 // printed to stderr. Thread safety: any thread. Throws Error if another process writes to the folder, or it cannot be
 // written to.
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder);
+std::shared_ptr<files::RunFolder> run_folder(const std::string& folder);
 
 // Begins the journal of such a folder: the completed steps, beside the checkpoints. `after_step`: the step that
 // training goes on from; records after it are to be replayed. Throws as run_folder does, and Error if the journal is
 // open already.
-std::unique_ptr<checkpoint::Journal> open_journal(const std::string& folder, int64_t after_step);
+std::unique_ptr<files::Journal> open_journal(const std::string& folder, int64_t after_step);
 
 // The folder of the newest complete checkpoint of a run; none if the run has no checkpoint. Reads only manifests.
 // Throws Error if it has some and none is complete, so that no training begins anew beside them. Any thread.
@@ -46,7 +46,7 @@ struct SaveReport {
 
 // run_folder(), with others to tell.
 using Tell = std::function<void(const std::string& line)>;
-std::shared_ptr<checkpoint::RunFolder> run_folder(const std::string& folder, const Tell& tell);
+std::shared_ptr<files::RunFolder> run_folder(const std::string& folder, const Tell& tell);
 // A folder's absolute path without links, the same before the folder is made and after.
 std::string real_path(const std::string& folder);
 // Notes the last save into a run's folder, given by its real path. The save is over when `over` fires.

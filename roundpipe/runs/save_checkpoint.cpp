@@ -7,8 +7,8 @@
 
 #include <torch/version.h>
 
-#include <roundpipe/checkpoint/json_text.h>
-#include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
@@ -28,9 +28,9 @@ namespace {
 // Throws std::invalid_argument for names of files that a checkpoint has itself.
 void check_files(const SaveOptions& options) {
   for (const auto& [name, text] : options.files) {
-    if (checkpoint::is_file_name(name) && name != kStateFile && name != kIndexFile && !name.ends_with(".safetensors"))
+    if (files::is_file_name(name) && name != kStateFile && name != kIndexFile && !name.ends_with(".safetensors"))
       continue;
-    throw std::invalid_argument(concat("[save_checkpoint] '", checkpoint::shown(name),
+    throw std::invalid_argument(concat("[save_checkpoint] '", files::shown(name),
                                        "' cannot be a small file of the program's own, expected a plain name that no "
                                        "file of the checkpoint has"));
   }

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/files/steps.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/memory/host_arena.h>
@@ -17,7 +17,7 @@
 
 namespace roundpipe {
 
-using checkpoint::FileRecord;
+using files::FileRecord;
 
 namespace {
 
@@ -72,7 +72,7 @@ int64_t default_snapshot_bytes(const std::vector<std::shared_ptr<runtime::Pipeli
 SaveWork::SaveWork(Settings settings, std::shared_ptr<Contents> contents,
                    std::shared_ptr<saving::SnapshotMemory> memory)
     : settings_(std::move(settings)),
-      folder_(checkpoint::join(settings_.path, checkpoint::step_name(settings_.step))),
+      folder_(files::join(settings_.path, files::step_name(settings_.step))),
       memory_(std::move(memory)),
       contents_(std::move(contents)) {}
 
@@ -142,7 +142,7 @@ void SaveWork::end() noexcept {
 
 void SaveWork::tell_failure() noexcept {
   try {
-    settings_.tell(checkpoint::failed_save_notice(settings_.step, settings_.text_of(error_), placed_));
+    settings_.tell(files::failed_save_notice(settings_.step, settings_.text_of(error_), placed_));
   } catch (...) {  // wait() throws the error
   }
 }
@@ -192,14 +192,14 @@ std::string SaveWork::write_files(const std::string& place) {
     write_into(*writer_);
     return {};
   }
-  const std::string folder = checkpoint::join(settings_.path, place);
+  const std::string folder = files::join(settings_.path, place);
   struct stat found{};
   if (::stat(folder.c_str(), &found) != 0 || !S_ISDIR(found.st_mode)) {
     throw Error(concat("[save_checkpoint] rank ", contents_->rank(), " does not see ", folder,
                        ", which rank 0 has made, expected one folder that all ranks share; give one on a file system "
                        "of the network"));
   }
-  checkpoint::StepFiles files(folder);
+  files::StepFiles files(folder);
   write_into(files);
   const std::vector<FileRecord> records = files.finish();
   files.sync_names();
@@ -211,7 +211,7 @@ void SaveWork::write_into(Writer& writer) {
   std::map<size_t, saving::Target> targets;
   std::vector<std::pair<saving::Target, const CapturedTensor*>> plain;
   for (const Contents::File& file : files_) {
-    checkpoint::OutputFile& output = writer.create(file.name, file.layout.file_bytes);
+    files::OutputFile& output = writer.create(file.name, file.layout.file_bytes);
     output.write_at(0, file.layout.header.data(), static_cast<int64_t>(file.layout.header.size()));
     for (size_t i = 0; i < file.tensors.size(); ++i) {
       const saving::Target target{&output, file.layout.tensors[i].offset};
@@ -242,7 +242,7 @@ void SaveWork::commit(const std::vector<std::string>& records) {
   }
   placed_ = true;
   if (!settings_.keep_last) return;
-  const checkpoint::Retention retention{*settings_.keep_last, settings_.keep_every, settings_.step};
+  const files::Retention retention{*settings_.keep_last, settings_.keep_every, settings_.step};
   for (const std::string& notice : settings_.run->prune(retention).notices)
     settings_.tell("[save_checkpoint] " + notice);
 }

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/checkpoint/run_folder.h>
+#include <roundpipe/files/run_folder.h>
 #include <roundpipe/device/event.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runtime/pipeline.h>
@@ -39,7 +39,7 @@ class SaveWork : public std::enable_shared_from_this<SaveWork> {
   struct Settings {
     int64_t step = 0;
     std::string path = {};                            // of the run's folder
-    std::shared_ptr<checkpoint::RunFolder> run = {};  // null: not the first rank
+    std::shared_ptr<files::RunFolder> run = {};  // null: not the first rank
     bool overwrite = false;
     std::optional<int64_t> keep_last = std::nullopt;
     int64_t keep_every = 0;
@@ -95,7 +95,7 @@ class SaveWork : public std::enable_shared_from_this<SaveWork> {
   std::function<void()> finish_;
   std::vector<Contents::File> files_;
   std::map<std::string, std::string> texts_;
-  std::unique_ptr<checkpoint::StepWriter> writer_;
+  std::unique_ptr<files::StepWriter> writer_;
   std::optional<bool> placed_ = false;  // unset: the first rank knows
   int64_t bytes_ = 0;
   double seconds_ = 0;

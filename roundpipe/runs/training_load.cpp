@@ -9,7 +9,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
-#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
@@ -39,7 +39,7 @@ TrainingLoad::TrainingLoad(const std::string& folder, LoadedTraining training)
                                        training_.words.disabled_scaler));
   }
   random_ = own_->random_states();
-  checkpoint::reading(checkpoint::join(folder, kStateFile), [&] { check_random_states(random_); });
+  files::reading(files::join(folder, kStateFile), [&] { check_random_states(random_); });
 }
 
 // Throws std::invalid_argument for a training that does not fit.
@@ -82,6 +82,24 @@ void TrainingLoad::check() {
   if (has_optimizer) check_groups();
 }
 
+// " ('a' is in this one alone)": the first parameter that is in one group only; empty: there is none.
+static std::string group_difference(const ModelNames& names, const json& saved, const std::vector<at::Tensor>& own) {
+  std::set<std::string> left, right;
+  for (const json& name : saved) {
+    if (!name.is_null()) left.insert(name.get<std::string>());
+  }
+  for (const at::Tensor& parameter : own) {
+    if (const std::string* const name = names.find(parameter)) right.insert(*name);
+  }
+  for (const std::string& name : left) {
+    if (!right.contains(name)) return concat(" ('", name, "' is in the checkpoint's alone)");
+  }
+  for (const std::string& name : right) {
+    if (!left.contains(name)) return concat(" ('", name, "' is in this one alone)");
+  }
+  return "";
+}
+
 void TrainingLoad::check_groups() const {
   const json& saved = stored_.state().at("optimizer").at("param_groups");
   const std::vector<TrainedOptimizer::Group>& groups = training_.optimizer->groups;
@@ -91,10 +109,11 @@ void TrainingLoad::check_groups() const {
   }
   for (size_t i = 0; i < groups.size(); ++i) {
     const json& there = saved[i].at("params");
-    bool fits = there.size() == groups[i].parameters.size();
+    const std::vector<at::Tensor>& here = groups[i].parameters;
+    bool fits = there.size() == here.size();
     std::multiset<std::string> left, right;
     for (size_t p = 0; fits && p < there.size(); ++p) {
-      const std::string* const name = training_.names.find(groups[i].parameters[p]);
+      const std::string* const name = training_.names.find(here[p]);
       // Copies that an optimizer steps have no names.
       if (name == nullptr || there[p].is_null()) continue;
       left.insert(there[p].get<std::string>());
@@ -104,8 +123,9 @@ void TrainingLoad::check_groups() const {
     // What a fused optimizer has of each parameter, it has by its name.
     if (fits && left == right) continue;
     throw std::invalid_argument(concat("[load_checkpoint] group ", i, " of the optimizer in ", stored_.folder(),
-                                       " has other parameters than this one, expected ",
-                                       training_.words.same_parameters, "; make the optimizer as it was"));
+                                       " has other parameters than this one", group_difference(training_.names, there, here),
+                                       ", expected ", training_.words.same_parameters,
+                                       ", and groups in the same order; make the optimizer as it was"));
   }
 }
 

@@ -57,7 +57,7 @@ struct LoadedModel {
 // One checkpoint, and the training that it is loaded into. In two parts, between which several ranks agree: what does
 // not fit is found when this is made, before anything is changed.
 //
-// Throws checkpoint::DamagedCheckpoint for what is wrong with the files. Thread safety: the caller's thread.
+// Throws files::DamagedCheckpoint for what is wrong with the files. Thread safety: the caller's thread.
 class TrainingLoad {
  public:
   // Opens the checkpoint. Throws std::invalid_argument if it does not fit. REQUIRES: nothing runs.

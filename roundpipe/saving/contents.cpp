@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
 #include <roundpipe/saving/tensor_files.h>
@@ -17,7 +17,7 @@ namespace {
 Contents::File lay_out(std::string name, std::vector<CapturedTensor> tensors) {
   std::vector<std::pair<std::string, at::Tensor>> named;
   for (const CapturedTensor& item : tensors) named.emplace_back(item.name, item.tensor);
-  checkpoint::SafetensorsLayout layout = saving::lay_out(named);
+  files::SafetensorsLayout layout = saving::lay_out(named);
   return {std::move(name), std::move(tensors), std::move(layout)};
 }
 
@@ -33,7 +33,7 @@ std::string index_of(const std::vector<Contents::File>& files) {
     }
   }
   if (weights.empty()) return {};
-  return checkpoint::print_json_as_python({{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weights)}},
+  return files::print_json_as_python({{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weights)}},
                                           "save_checkpoint");
 }
 
@@ -75,7 +75,7 @@ void Contents::copy_plain() {
 
 void Contents::set_states(const ordered_json& common, const ordered_json& own) {
   const auto text = [](const ordered_json& state) {
-    return checkpoint::print_json_as_python(state, "save_checkpoint");
+    return files::print_json_as_python(state, "save_checkpoint");
   };
   versions_ = common.at("versions").get<std::map<std::string, std::string>>();
   common_.text = text(common);

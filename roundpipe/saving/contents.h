@@ -12,7 +12,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/safetensors.h>
 #include <roundpipe/saving/snapshot.h>
 #include <roundpipe/saving/state_encoding.h>
 
@@ -81,7 +81,7 @@ class Contents {
   // Small files of the first rank, by name.
   std::map<std::string, std::string> files;
 
-  // What writes the checkpoint, see checkpoint::Manifest; and a fingerprint of what is to be the same on all ranks.
+  // What writes the checkpoint, see files::Manifest; and a fingerprint of what is to be the same on all ranks.
   const std::map<std::string, std::string>& versions() const { return versions_; }
   uint64_t fingerprint() const { return fingerprint_; }
 
@@ -112,7 +112,7 @@ class Contents {
   struct File {
     std::string name;
     std::vector<CapturedTensor> tensors;
-    checkpoint::SafetensorsLayout layout;
+    files::SafetensorsLayout layout;
   };
   // What this rank writes: each section in files of at most `shard_bytes`, and the states' tensors.
   std::vector<File> tensor_files(int64_t shard_bytes = kShard_bytes) const;

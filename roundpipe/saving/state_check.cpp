@@ -5,15 +5,15 @@
 #include <charconv>
 #include <limits>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 
-using checkpoint::count;
-using checkpoint::member;
-using checkpoint::shown;
+using files::count;
+using files::member;
+using files::shown;
 using nlohmann::json;
 using Type = json::value_t;
 

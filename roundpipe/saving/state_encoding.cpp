@@ -7,7 +7,7 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
 
@@ -93,7 +93,7 @@ std::string repr_of(const StateValue& key) {
   if (key.is_none()) return "None";
   if (const bool* const flag = std::get_if<bool>(&content)) return *flag ? "True" : "False";
   if (const int64_t* const number = std::get_if<int64_t>(&content)) return std::to_string(*number);
-  if (const double* const number = std::get_if<double>(&content)) return checkpoint::python_text(*number);
+  if (const double* const number = std::get_if<double>(&content)) return files::python_text(*number);
   if (const auto* const number = std::get_if<StateValue::LargeInt>(&content)) return number->digits;
   if (const auto* const tuple = std::get_if<StateValue::Tuple>(&content)) {
     std::string text;
@@ -127,11 +127,11 @@ StateValue decode_tagged(const json& value, const FindTensor& tensor, const std:
   for (const char* const tag : {"array", "number"}) {
     if (!value.contains(tag)) continue;
     StateValue::Array array{tensor(value.at(tag).get<std::string>()),
-                            checkpoint::member(value, "dtype", json::value_t::string, path).get<std::string>(),
+                            files::member(value, "dtype", json::value_t::string, path).get<std::string>(),
                             {},
                             tag == std::string_view("number")};
-    for (const json& size : checkpoint::member(value, "shape", json::value_t::array, path))
-      array.shape.push_back(checkpoint::count(size, "a size", path));
+    for (const json& size : files::member(value, "shape", json::value_t::array, path))
+      array.shape.push_back(files::count(size, "a size", path));
     return array;
   }
   if (value.size() != 1) throw unknown();

@@ -7,7 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <roundpipe/checkpoint/damage.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/saving/contents.h>
 
@@ -81,7 +81,7 @@ at::Tensor StateReads::whole(const std::string& name, const std::string& kind, a
     made = at::empty({unit.end(elements)}, first.dtype);
   } else if (const std::optional<std::vector<int64_t>> strides = stored_.strides(name)) {
     if (!are_dense(shape, *strides)) {
-      throw checkpoint::damage_of(checkpoint::join(stored_.folder(), kStateFile),
+      throw files::damage_of(files::join(stored_.folder(), kStateFile),
                                   concat("the strides of '", name, "' are ", at::IntArrayRef(*strides),
                                          " for the shape ", shape, "; it is damaged, use another checkpoint"));
     }
@@ -111,7 +111,7 @@ StateReads::Unit StateReads::unit_of(const std::string& key) const {
   const auto code = std::ranges::find_if(
       of_codes->second, [&](const Part& part) { return part.first == scale->first && part.count() > 0; });
   if (code == of_codes->second.end() || code->count() < scale->count()) {
-    throw checkpoint::damage_of(stored_.folder(),
+    throw files::damage_of(stored_.folder(),
                                 concat("'", codes, "' has other parts than its scales; use another checkpoint"));
   }
   const int64_t block = code->count() / scale->count();
@@ -132,7 +132,7 @@ void StateReads::add(const std::string& key, const at::Tensor& flat, ElementsOf 
     found += end - begin;
   }
   if (found == last - first) return;
-  throw checkpoint::DamagedCheckpoint(concat("[load_checkpoint] ", stored_.folder(), " has ", found,
+  throw files::DamagedCheckpoint(concat("[load_checkpoint] ", stored_.folder(), " has ", found,
                                              " of the elements ", first, " to ", last, " of '", key,
                                              "', expected all; it is damaged, use another checkpoint"));
 }

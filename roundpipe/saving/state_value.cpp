@@ -3,7 +3,7 @@
 #include <array>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe {
@@ -45,7 +45,7 @@ at::ScalarType dtype_of_array(const std::string& name) {
     if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
   }
   throw std::invalid_argument(concat("[checkpoint] a saved value is a NumPy array of the type ",
-                                     checkpoint::shown(name), ", which torch does not have; load it from Python"));
+                                     files::shown(name), ", which torch does not have; load it from Python"));
 }
 
 }  // namespace

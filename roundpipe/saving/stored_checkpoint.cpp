@@ -12,12 +12,12 @@
 
 #include <ATen/ops/empty.h>
 
-#include <roundpipe/checkpoint/crc32c.h>
-#include <roundpipe/checkpoint/damage.h>
-#include <roundpipe/checkpoint/json_text.h>
-#include <roundpipe/checkpoint/safetensors.h>
-#include <roundpipe/checkpoint/steps.h>
-#include <roundpipe/checkpoint/verify.h>
+#include <roundpipe/files/crc32c.h>
+#include <roundpipe/files/damage.h>
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/files/safetensors.h>
+#include <roundpipe/files/steps.h>
+#include <roundpipe/files/verify.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
 #include <roundpipe/core/frontend.h>
@@ -27,9 +27,9 @@
 
 namespace roundpipe {
 
-using checkpoint::DamagedCheckpoint;
-using checkpoint::FileRecord;
-using checkpoint::reading;
+using files::DamagedCheckpoint;
+using files::FileRecord;
+using files::reading;
 using nlohmann::json;
 
 namespace {
@@ -37,7 +37,7 @@ namespace {
 constexpr size_t kReaders = 4;
 constexpr std::chrono::milliseconds kBetweenLooks{50};
 // What the encoders make at most is nested about 200 deep.
-constexpr checkpoint::JsonLimits kLimits{.depth = 256, .values = 20'000'000};
+constexpr files::JsonLimits kLimits{.depth = 256, .values = 20'000'000};
 constexpr int64_t kMostState_bytes = int64_t{2} << 30;
 constexpr std::string_view kTensorFile = ".safetensors";
 constexpr std::string_view kOfRank = "rank-";
@@ -73,7 +73,7 @@ std::string name_of(const std::string& name, int64_t rank) {
 StoredCheckpoint::StoredCheckpoint(const std::string& folder, Scope scope)
     : folder_(folder),
       scope_(scope),
-      manifest_(reading(folder, [&] { return checkpoint::require_complete(folder); })),
+      manifest_(reading(folder, [&] { return files::require_complete(folder); })),
       text_(small_file(kStateFile)) {
   const bool is_alone = nodes() == 1;
   if (!is_alone && scope_ == Scope::kAll) {
@@ -81,13 +81,13 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Scope scope)
     sections_of_ranks_.resize(texts_of_ranks_.size());
   }
   for (const FileRecord& record : manifest_.files) add_section(record.name);
-  state_ = reading(path_of(kStateFile), [&] { return checkpoint::parse_json(text_, path_of(kStateFile), kLimits); });
+  state_ = reading(path_of(kStateFile), [&] { return files::parse_json(text_, path_of(kStateFile), kLimits); });
   check_state_of(kOfAll, state_);
   for (size_t i = 0; i < texts_of_ranks_.size(); ++i) {
     const auto rank = static_cast<int64_t>(i);
     const std::string path = path_of(name_of(kStateFile, rank));
     states_of_ranks_.push_back(
-        reading(path, [&] { return checkpoint::parse_json(texts_of_ranks_[i], path, kLimits); }));
+        reading(path, [&] { return files::parse_json(texts_of_ranks_[i], path, kLimits); }));
     check_state_of(rank, states_of_ranks_.back());
   }
   if (!states_of_ranks_.empty()) {
@@ -116,7 +116,7 @@ const std::vector<StoredCheckpoint::Part>& StoredCheckpoint::parts_of(const std:
   const auto found = parts_.find(key);
   if (found != parts_.end()) return found->second;
   require_whole({kOptimizer});
-  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", checkpoint::shown(key),
+  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", files::shown(key),
                                  "' in its optimizer files, expected it, as its state says; use another checkpoint"));
 }
 
@@ -161,7 +161,7 @@ void StoredCheckpoint::add_section(const std::string& file) {
   Section added = header(file);
   found.merge(added);
   if (added.empty()) return;
-  throw checkpoint::damage_of(path_of(file), concat("'", checkpoint::shown(added.begin()->first),
+  throw files::damage_of(path_of(file), concat("'", files::shown(added.begin()->first),
                                                     "' is in another file as well; use another checkpoint"));
 }
 
@@ -183,7 +183,7 @@ void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {
   });
 }
 
-std::string StoredCheckpoint::path_of(const std::string& file) const { return checkpoint::join(folder_, file); }
+std::string StoredCheckpoint::path_of(const std::string& file) const { return files::join(folder_, file); }
 
 const FileRecord& StoredCheckpoint::record_of(const std::string& file) const {
   if (const FileRecord* const record = manifest_.find(file)) return *record;
@@ -194,8 +194,8 @@ const FileRecord& StoredCheckpoint::record_of(const std::string& file) const {
 std::string StoredCheckpoint::small_file(const std::string& name) const {
   const FileRecord& record = record_of(name);
   const std::string path = path_of(name);
-  std::string text = reading(path, [&] { return checkpoint::FileSystem::real().read_small(path, kMostState_bytes); });
-  if (checkpoint::crc32c(text.data(), text.size()) != record.crc32c) {
+  std::string text = reading(path, [&] { return files::FileSystem::real().read_small(path, kMostState_bytes); });
+  if (files::crc32c(text.data(), text.size()) != record.crc32c) {
     throw DamagedCheckpoint(concat("[load_checkpoint] ", path,
                                    " has another checksum than its manifest says; it is damaged, use another "
                                    "checkpoint"));
@@ -208,7 +208,7 @@ StoredCheckpoint::Section StoredCheckpoint::header(const std::string& file) cons
   const std::string path = path_of(file);
   return reading(path, [&] {
     Section found;
-    for (const checkpoint::TensorEntry& entry : checkpoint::read_safetensors_header(path).tensors)
+    for (const files::TensorEntry& entry : files::read_safetensors_header(path).tensors)
       found[entry.name] = {file, saving::dtype_of(entry, path), entry.shape, entry.bytes};
     return found;
   });
@@ -242,7 +242,7 @@ const saving::StoredTensor& StoredCheckpoint::place(const std::string& section_n
   const auto tensor = found.find(name);
   if (tensor != found.end()) return tensor->second;
   require_whole({section_name});
-  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", checkpoint::shown(name), "' in its ",
+  throw DamagedCheckpoint(concat("[load_checkpoint] ", folder_, " has no '", files::shown(name), "' in its ",
                                  section_name, " files, expected it, as its state says; use another checkpoint"));
 }
 
@@ -335,7 +335,7 @@ void StoredCheckpoint::check_shape(const std::string& file, const std::string& n
   if (found != section->second.end() && taker.sizes() == at::IntArrayRef(found->second.shape)) return;
   verify({record_of(file)});
   if (found == section->second.end()) {
-    throw checkpoint::damage_of(path_of(file), concat("'", checkpoint::shown(name), "' is not there"));
+    throw files::damage_of(path_of(file), concat("'", files::shown(name), "' is not there"));
   }
   throw std::invalid_argument(concat("[load_checkpoint] '", name, "' has shape ", at::IntArrayRef(found->second.shape),
                                      " in ", path_of(file), ", expected ", taker.sizes(),
@@ -375,10 +375,10 @@ void StoredCheckpoint::note_whole(const std::string& file) const {
 }
 
 void StoredCheckpoint::verify(const std::vector<FileRecord>& records) const {
-  checkpoint::VerifyOptions options;
+  files::VerifyOptions options;
   options.progress = [](int64_t, int64_t) { frontend().check_interrupt(); };
-  const std::vector<checkpoint::FileProblem> problems = checkpoint::verify_files(folder_, records, options);
-  if (!problems.empty()) throw checkpoint::damage_of(path_of(problems[0].file), problems[0].problem);
+  const std::vector<files::FileProblem> problems = files::verify_files(folder_, records, options);
+  if (!problems.empty()) throw files::damage_of(path_of(problems[0].file), problems[0].problem);
   for (const FileRecord& record : records) note_whole(record.name);
 }
 
@@ -402,13 +402,13 @@ void StoredCheckpoint::verify_rest(int64_t rank, int64_t size) const {
 }
 
 std::vector<std::string> checkpoints_in(const std::string& folder) {
-  checkpoint::FileSystem& files = checkpoint::FileSystem::real();
-  if (files.look(checkpoint::join(folder, checkpoint::kManifestName)).kind != checkpoint::EntryKind::kNothing) {
+  files::FileSystem& files = files::FileSystem::real();
+  if (files.look(files::join(folder, files::kManifestName)).kind != files::EntryKind::kNothing) {
     return {folder};
   }
   std::vector<std::string> found;
-  for (const int64_t step : checkpoint::complete_steps(folder))
-    found.insert(found.begin(), checkpoint::join(folder, checkpoint::step_name(step)));
+  for (const int64_t step : files::complete_steps(folder))
+    found.insert(found.begin(), files::join(folder, files::step_name(step)));
   return found;
 }
 

@@ -13,7 +13,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/checkpoint/manifest.h>
+#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/saving/state_value.h>
 #include <roundpipe/saving/tensor_files.h>
@@ -22,7 +22,7 @@ namespace roundpipe {
 
 // A complete checkpoint on disk, of programs in C++ or Python, of one process or of several nodes.
 //
-// Whatever is wrong with its files is a checkpoint::DamagedCheckpoint that names one: a file that is not there, that
+// Whatever is wrong with its files is a files::DamagedCheckpoint that names one: a file that is not there, that
 // the disk does not read back, whose checksum differs, or whose contents are not those of a checkpoint. What the states
 // say is checked when it is opened, so that reading them does not fail later. Memory: bounded by the sizes of the
 // files. Thread safety: one thread.
@@ -45,7 +45,7 @@ class StoredCheckpoint {
   explicit StoredCheckpoint(const std::string& folder, Scope scope = Scope::kAll);
 
   const std::string& folder() const { return folder_; }
-  const checkpoint::Manifest& manifest() const { return manifest_; }
+  const files::Manifest& manifest() const { return manifest_; }
   int64_t step() const { return manifest_.step; }
   // The processes that have written it.
   int64_t nodes() const { return manifest_.nodes; }
@@ -106,14 +106,14 @@ class StoredCheckpoint {
   // The tensors that the values of a state refer to, read and verified the first time.
   const std::map<std::string, at::Tensor>& state_tensors(int64_t rank);
   std::string path_of(const std::string& file) const;
-  const checkpoint::FileRecord& record_of(const std::string& file) const;
+  const files::FileRecord& record_of(const std::string& file) const;
   const saving::StoredTensor& place(const std::string& section, const std::string& name) const;
 
   using Progress = std::function<void(int64_t)>;
   void check_shape(const std::string& file, const std::string& name, const at::Tensor& taker) const;
   void read_file(const std::string& file, const std::vector<saving::Destination>& destinations,
                  const Progress& progress) const;
-  void verify(const std::vector<checkpoint::FileRecord>& records) const;
+  void verify(const std::vector<files::FileRecord>& records) const;
   bool is_whole(const std::string& file) const;
   void note_whole(const std::string& file) const;
 
@@ -121,7 +121,7 @@ class StoredCheckpoint {
   mutable std::set<std::string> whole_ ROUNDPIPE_GUARDED_BY(mutex_);  // files whose checksums were found right
   const std::string folder_;
   const Scope scope_;
-  checkpoint::Manifest manifest_;
+  files::Manifest manifest_;
   std::string text_;
   nlohmann::json state_;
   Sections sections_;

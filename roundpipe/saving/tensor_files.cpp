@@ -8,14 +8,14 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include <roundpipe/checkpoint/crc32c.h>
-#include <roundpipe/checkpoint/manifest.h>
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/crc32c.h>
+#include <roundpipe/files/manifest.h>
+#include <roundpipe/files/safetensors.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::saving {
 
-using checkpoint::TensorEntry;
+using files::TensorEntry;
 
 namespace {
 
@@ -36,14 +36,14 @@ const std::map<c10::ScalarType, const char*>& dtype_names() {
 // Reads one file in order, and keeps its checksum on the way.
 class Reader {
  public:
-  Reader(checkpoint::File& file, const std::function<void(int64_t)>& progress) : file_(file), progress_(progress) {}
+  Reader(files::File& file, const std::function<void(int64_t)>& progress) : file_(file), progress_(progress) {}
 
   void read(void* data, int64_t bytes) {
     auto* to = static_cast<char*>(data);
     while (bytes > 0) {
       const int64_t part = std::min(bytes, kPartBytes);
       file_.read(at_, to, part);
-      checksum_ = checkpoint::crc32c(to, static_cast<size_t>(part), checksum_);
+      checksum_ = files::crc32c(to, static_cast<size_t>(part), checksum_);
       progress_(part);
       at_ += part;
       to += part;
@@ -59,7 +59,7 @@ class Reader {
   uint32_t checksum() const { return checksum_; }
 
  private:
-  checkpoint::File& file_;
+  files::File& file_;
   const std::function<void(int64_t)>& progress_;
   int64_t at_ = 0;
   uint32_t checksum_ = 0;
@@ -76,15 +76,15 @@ const TensorEntry& entry_of(const std::map<std::string, const TensorEntry*>& ent
   return *found->second;
 }
 
-std::map<std::string, const TensorEntry*> by_name(const checkpoint::SafetensorsHeader& header) {
+std::map<std::string, const TensorEntry*> by_name(const files::SafetensorsHeader& header) {
   std::map<std::string, const TensorEntry*> entries;
   for (const TensorEntry& entry : header.tensors) entries[entry.name] = &entry;
   return entries;
 }
 
-checkpoint::File open_whole(checkpoint::FileSystem& files, const std::string& path,
-                            const checkpoint::FileRecord& record) {
-  checkpoint::File file = files.open_to_read(path);
+files::File open_whole(files::FileSystem& files, const std::string& path,
+                            const files::FileRecord& record) {
+  files::File file = files.open_to_read(path);
   if (file.size() != record.bytes) {
     throw Error(concat("[checkpoint] ", path, " has ", file.size(), " bytes, expected ", record.bytes,
                        "; it is damaged, use another checkpoint"));
@@ -141,12 +141,12 @@ std::string shard_name(const std::string& stem, size_t index, size_t count) {
   return concat(stem, part.data(), ".safetensors");
 }
 
-checkpoint::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
-  std::vector<checkpoint::TensorDescription> described;
+files::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  std::vector<files::TensorDescription> described;
   for (const auto& [name, tensor] : tensors) {
     described.push_back({name, dtype_name(tensor.scalar_type(), "'" + name + "'"), tensor.sizes().vec()});
   }
-  return checkpoint::lay_out_safetensors(described, {{"format", "pt"}});
+  return files::lay_out_safetensors(described, {{"format", "pt"}});
 }
 
 void write_tensor(const Target& target, const at::Tensor& tensor) {
@@ -156,12 +156,12 @@ void write_tensor(const Target& target, const at::Tensor& tensor) {
   if (bytes > 0) target.file->write_at(target.offset, dense.const_data_ptr(), bytes);
 }
 
-void read_tensors(const std::string& folder, const checkpoint::FileRecord& record,
+void read_tensors(const std::string& folder, const files::FileRecord& record,
                   const std::vector<Destination>& destinations, const std::function<void(int64_t)>& progress,
-                  checkpoint::FileSystem& files) {
+                  files::FileSystem& files) {
   const at::NoGradGuard no_grad;
-  const std::string path = checkpoint::join(folder, record.name);
-  const checkpoint::SafetensorsHeader header = checkpoint::read_safetensors_header(path, files);
+  const std::string path = files::join(folder, record.name);
+  const files::SafetensorsHeader header = files::read_safetensors_header(path, files);
   const std::map<std::string, const TensorEntry*> entries = by_name(header);
   std::map<int64_t, std::pair<at::Tensor, c10::ScalarType>> places;  // by offset
   for (const auto& [name, tensor] : destinations) {
@@ -173,7 +173,7 @@ void read_tensors(const std::string& folder, const checkpoint::FileRecord& recor
     }
     if (tensor.numel() > 0) places[entry.offset] = {tensor, dtype_of(entry, path)};
   }
-  checkpoint::File file = open_whole(files, path, record);
+  files::File file = open_whole(files, path, record);
   Reader reader(file, progress);
   for (const auto& [offset, taker] : places) {
     reader.skip_to(offset);
@@ -181,19 +181,19 @@ void read_tensors(const std::string& folder, const checkpoint::FileRecord& recor
   }
   reader.skip_to(record.bytes);
   if (reader.checksum() != record.crc32c) {
-    throw Error(concat("[checkpoint] ", path, " has the checksum ", checkpoint::format_crc32c(reader.checksum()),
-                       ", expected ", checkpoint::format_crc32c(record.crc32c),
+    throw Error(concat("[checkpoint] ", path, " has the checksum ", files::format_crc32c(reader.checksum()),
+                       ", expected ", files::format_crc32c(record.crc32c),
                        "; it is damaged, use another checkpoint"));
   }
 }
 
-void read_ranges(const std::string& folder, const checkpoint::FileRecord& record, const std::vector<Range>& ranges,
-                 checkpoint::FileSystem& files) {
+void read_ranges(const std::string& folder, const files::FileRecord& record, const std::vector<Range>& ranges,
+                 files::FileSystem& files) {
   const at::NoGradGuard no_grad;
-  const std::string path = checkpoint::join(folder, record.name);
-  const checkpoint::SafetensorsHeader header = checkpoint::read_safetensors_header(path, files);
+  const std::string path = files::join(folder, record.name);
+  const files::SafetensorsHeader header = files::read_safetensors_header(path, files);
   const std::map<std::string, const TensorEntry*> entries = by_name(header);
-  checkpoint::File file = open_whole(files, path, record);
+  files::File file = open_whole(files, path, record);
   for (const Range& range : ranges) {
     const TensorEntry& entry = entry_of(entries, range.name, path);
     const auto element_bytes = static_cast<int64_t>(c10::elementSize(dtype_of(entry, path)));

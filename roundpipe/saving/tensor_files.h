@@ -9,9 +9,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/checkpoint/file_system.h>
-#include <roundpipe/checkpoint/output_file.h>
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/file_system.h>
+#include <roundpipe/files/output_file.h>
+#include <roundpipe/files/safetensors.h>
 
 namespace roundpipe::saving {
 
@@ -21,7 +21,7 @@ namespace roundpipe::saving {
 std::string dtype_name(c10::ScalarType dtype, const std::string& what);
 
 // torch's dtype of a tensor in the file at `path`. Throws Error for one that torch lacks.
-c10::ScalarType dtype_of(const checkpoint::TensorEntry& entry, const std::string& path);
+c10::ScalarType dtype_of(const files::TensorEntry& entry, const std::string& path);
 
 // Cuts tensors of these sizes, in order, into files of at most `most_bytes` each; a larger tensor has a file of its
 // own. Returns the number of tensors in each file: at least one file, which is empty if there are none.
@@ -30,11 +30,11 @@ std::vector<size_t> shard_counts(const std::vector<int64_t>& tensor_bytes, int64
 std::string shard_name(const std::string& stem, size_t index, size_t count);
 
 // The layout of a safetensors file of these tensors, which transformers and PEFT read. Throws as dtype_name() does.
-checkpoint::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+files::SafetensorsLayout lay_out(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
 
 // The place of a tensor's first byte.
 struct Target {
-  checkpoint::OutputFile* file = nullptr;
+  files::OutputFile* file = nullptr;
   int64_t offset = 0;
 };
 
@@ -60,9 +60,9 @@ using Destination = std::pair<std::string, at::Tensor>;
 // differ from the file's. `progress` is called with the bytes of each part that was read; it may throw.
 // Throws Error for a damaged file or one that lacks a destination's name, and std::invalid_argument for another shape.
 // Names and shapes are checked before anything is written to; a wrong checksum is found only at the end.
-void read_tensors(const std::string& folder, const checkpoint::FileRecord& record,
+void read_tensors(const std::string& folder, const files::FileRecord& record,
                   const std::vector<Destination>& destinations, const std::function<void(int64_t)>& progress,
-                  checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+                  files::FileSystem& files = files::FileSystem::real());
 
 // Some elements of a tensor of a file, from the one numbered `first` in the file's order on, and the contiguous host
 // tensor that takes them, cast to its dtype.
@@ -75,7 +75,7 @@ struct Range {
 // Reads only these ranges of a safetensors file of `folder`, so the file's checksum is not compared: read_tensors()
 // without destinations does that. Throws Error for a file that lacks a range. Names and ends are checked before
 // anything is written to.
-void read_ranges(const std::string& folder, const checkpoint::FileRecord& record, const std::vector<Range>& ranges,
-                 checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+void read_ranges(const std::string& folder, const files::FileRecord& record, const std::vector<Range>& ranges,
+                 files::FileSystem& files = files::FileSystem::real());
 
 }  // namespace roundpipe::saving

@@ -4,8 +4,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/crc32c.h>
-#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/files/crc32c.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/tokens/header.h>
@@ -26,8 +26,8 @@ void widen(const std::vector<char>& bytes, int64_t count, int64_t* to) {
   }
 }
 
-checkpoint::File open(const std::string& path, checkpoint::FileSystem& files) {
-  if (files.look(path).kind == checkpoint::EntryKind::kNothing) {
+files::File open(const std::string& path, files::FileSystem& files) {
+  if (files.look(path).kind == files::EntryKind::kNothing) {
     throw std::invalid_argument(concat("[tokens] there is no ", path, ", expected a token file; name another one"));
   }
   return files.open_to_read(path);
@@ -35,10 +35,10 @@ checkpoint::File open(const std::string& path, checkpoint::FileSystem& files) {
 
 }  // namespace
 
-TokenFile::TokenFile(const std::string& path) : TokenFile(path, checkpoint::FileSystem::real()) {}
+TokenFile::TokenFile(const std::string& path) : TokenFile(path, files::FileSystem::real()) {}
 
-TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files)
-    : path_(path), file_(std::make_unique<checkpoint::File>(open(path, files))) {
+TokenFile::TokenFile(const std::string& path, files::FileSystem& files)
+    : path_(path), file_(std::make_unique<files::File>(open(path, files))) {
   const int64_t size = file_->size();
   Header header{};
   if (size >= kHeaderBytes) file_->read(0, &header, kHeaderBytes);
@@ -50,7 +50,7 @@ TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files)
     throw Error(concat("[tokens] ", path, " has version ", header.version, ", expected ", Header::kVersion,
                        "; make it again, or use a newer program"));
   }
-  if (checkpoint::crc32c(&header, kHeaderBytes - sizeof(header.checksum)) != header.checksum) {
+  if (files::crc32c(&header, kHeaderBytes - sizeof(header.checksum)) != header.checksum) {
     refuse("its header does not have its checksum");
   }
   constexpr uint64_t kMost = uint64_t{1} << 48;
@@ -72,7 +72,7 @@ TokenFile::TokenFile(const std::string& path, checkpoint::FileSystem& files)
   file_->read(ends_at, ends_.data(), ends_bytes);
   bool rises = ends_.front() > 0 && ends_.back() == header.tokens;
   for (size_t i = 1; i < ends_.size(); ++i) rises = rises && ends_[i] > ends_[i - 1];
-  if (checkpoint::crc32c(ends_.data(), static_cast<size_t>(ends_bytes)) != header.ends_checksum || !rises) {
+  if (files::crc32c(ends_.data(), static_cast<size_t>(ends_bytes)) != header.ends_checksum || !rises) {
     refuse("the ends of its documents do not have their checksum, or do not rise to the number of tokens");
   }
 }
@@ -129,7 +129,7 @@ void TokenFile::verify(const std::function<void(int64_t)>& progress) const {
   for (int64_t at = 0; at < all; at += kPartBytes) {
     const int64_t part = std::min(kPartBytes, all - at);
     file_->read(kHeaderBytes + at, bytes.data(), part);
-    checksum = checkpoint::crc32c(bytes.data(), static_cast<size_t>(part), checksum);
+    checksum = files::crc32c(bytes.data(), static_cast<size_t>(part), checksum);
     if (progress) progress(part);
   }
   if (checksum != checksum_) refuse("its tokens do not have their checksum");

@@ -6,10 +6,10 @@
 #include <string>
 #include <vector>
 
-namespace roundpipe::checkpoint {
+namespace roundpipe::files {
 class File;
 class FileSystem;
-}  // namespace roundpipe::checkpoint
+}  // namespace roundpipe::files
 
 namespace roundpipe::tokens {
 
@@ -21,7 +21,7 @@ class TokenFile {
   // Checks header, size and the documents' ends. Throws std::invalid_argument for a file that is no token file, and
   // Error for one that is cut, damaged or of another version.
   explicit TokenFile(const std::string& path);
-  TokenFile(const std::string& path, checkpoint::FileSystem& files);
+  TokenFile(const std::string& path, files::FileSystem& files);
   ~TokenFile();
   TokenFile(TokenFile&&) noexcept;
   TokenFile& operator=(TokenFile&&) noexcept;
@@ -54,7 +54,7 @@ class TokenFile {
   const std::vector<uint64_t>& ends() const;
 
   std::string path_;
-  std::unique_ptr<checkpoint::File> file_;
+  std::unique_ptr<files::File> file_;
   int64_t token_bytes_ = 0;
   int64_t vocabulary_ = 0;
   uint32_t checksum_ = 0;

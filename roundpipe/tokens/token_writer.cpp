@@ -6,7 +6,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/tokens/header.h>
 
@@ -32,7 +32,7 @@ void append_bytes(std::string& bytes, const std::vector<int64_t>& document) {
 
 }  // namespace
 
-TokenWriter::TokenWriter(const std::string& path, int64_t vocabulary, checkpoint::FileSystem& files)
+TokenWriter::TokenWriter(const std::string& path, int64_t vocabulary, files::FileSystem& files)
     : files_(files),
       path_(path),
       aside_(concat(path, ".", ::getpid(), ".part")),
@@ -66,7 +66,7 @@ void TokenWriter::append(const std::vector<int64_t>& document) {
 }
 
 void TokenWriter::flush() {
-  checksum_ = checkpoint::crc32c(waiting_.data(), waiting_.size(), checksum_);
+  checksum_ = files::crc32c(waiting_.data(), waiting_.size(), checksum_);
   file_.write(written_bytes_, waiting_.data(), static_cast<int64_t>(waiting_.size()));
   written_bytes_ += static_cast<int64_t>(waiting_.size());
   waiting_.clear();
@@ -84,8 +84,8 @@ void TokenWriter::finish() {
   header.documents = ends_.size();
   header.vocabulary = static_cast<uint64_t>(vocabulary_);
   header.tokens_checksum = checksum_;
-  header.ends_checksum = checkpoint::crc32c(ends_.data(), ends_bytes);
-  header.checksum = checkpoint::crc32c(&header, sizeof(Header) - sizeof(header.checksum));
+  header.ends_checksum = files::crc32c(ends_.data(), ends_bytes);
+  header.checksum = files::crc32c(&header, sizeof(Header) - sizeof(header.checksum));
   const char zeros[8] = {};
   const int64_t padding = (8 - written_bytes_ % 8) % 8;
   file_.write(written_bytes_, zeros, padding);

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/checkpoint/file_system.h>
+#include <roundpipe/files/file_system.h>
 
 namespace roundpipe::tokens {
 
@@ -15,7 +15,7 @@ class TokenWriter {
   // Throws std::invalid_argument for a vocabulary that is no positive number below 2^31, and Error for a file that
   // cannot be written.
   TokenWriter(const std::string& path, int64_t vocabulary,
-              checkpoint::FileSystem& files = checkpoint::FileSystem::real());
+              files::FileSystem& files = files::FileSystem::real());
   TokenWriter(const TokenWriter&) = delete;
   TokenWriter& operator=(const TokenWriter&) = delete;
   ~TokenWriter();
@@ -34,10 +34,10 @@ class TokenWriter {
  private:
   void flush();
 
-  checkpoint::FileSystem& files_;
+  files::FileSystem& files_;
   const std::string path_, aside_;
   const int64_t vocabulary_;
-  checkpoint::File file_;
+  files::File file_;
   std::string waiting_;  // bytes of tokens that are not in the file
   int64_t written_bytes_;
   uint32_t checksum_ = 0;

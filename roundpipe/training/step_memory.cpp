@@ -84,13 +84,17 @@ StepMemory::StepMemory(runtime::Pipeline& pipeline, MemoryBudget budget)
 RecomputeGrain StepMemory::admit(const StepShape& step) {
   if (!budget_.device_bytes) return admit_within_caps(step);
   const std::shared_ptr<Engine> engine = Engine::current();
-  runtime::limit_memory(*engine, *budget_.device_bytes);
   const std::string key =
       concat(key_of(step), " ", step.microbatches, " ", step.options.gradient_groups, " ", static_cast<int>(step.mode),
              " ", static_cast<int>(step.options.recompute_grain), " ", engine->size());
-  if (const auto known = admitted_.find(key); known != admitted_.end()) return known->second;
-  compare();
-  return admitted_[key] = fit(step, *budget_.device_bytes);
+  auto known = admitted_.find(key);
+  if (known == admitted_.end()) {
+    compare();
+    known = admitted_.emplace(key, fit(step, *budget_.device_bytes)).first;
+  }
+  // Not before: a step that is refused leaves the devices as they were.
+  runtime::limit_memory(*engine, *budget_.device_bytes);
+  return known->second;
 }
 
 RecomputeGrain StepMemory::admit_within_caps(const StepShape& step) {

@@ -17,8 +17,8 @@
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 
-#include <roundpipe/checkpoint/output_file.h>
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/output_file.h>
+#include <roundpipe/files/safetensors.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/language_model.h>
 #include <roundpipe/saving/tensor_files.h>
@@ -27,7 +27,7 @@ namespace {
 
 using Fields = std::map<std::string, std::string>;
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
-namespace checkpoint = roundpipe::checkpoint;
+namespace files = roundpipe::files;
 
 std::vector<std::string> parts_of(const std::string& text) {
   std::vector<std::string> parts;
@@ -48,8 +48,8 @@ Fields fields_of(const std::string& line) {
 
 roundpipe::LanguageBatch read_batch(const std::string& path) {
   roundpipe::LanguageBatch batch;
-  checkpoint::File file = checkpoint::FileSystem::real().open_to_read(path);
-  for (const auto& entry : checkpoint::read_safetensors_header(path).tensors) {
+  files::File file = files::FileSystem::real().open_to_read(path);
+  for (const auto& entry : files::read_safetensors_header(path).tensors) {
     const at::Tensor tensor = at::empty(entry.shape, at::kLong);
     file.read(entry.offset, tensor.mutable_data_ptr(), entry.bytes);
     if (entry.name == "ids") batch.ids = tensor;
@@ -63,7 +63,7 @@ roundpipe::LanguageBatch read_batch(const std::string& path) {
 void write_tensors(const std::string& path, const NamedTensors& tensors) {
   const auto layout = roundpipe::saving::lay_out(tensors);
   const size_t slash = path.find_last_of('/');
-  checkpoint::OutputFile file(checkpoint::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1),
+  files::OutputFile file(files::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1),
                               layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < tensors.size(); ++i) {

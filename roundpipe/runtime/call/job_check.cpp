@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
 
 namespace roundpipe::runtime {
@@ -137,10 +137,10 @@ uint32_t checksum_of(const std::vector<at::Tensor>& tensors) {
   uint32_t sum = 0;
   for (const at::Tensor& tensor : tensors) {
     const int64_t bytes = tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : -1;
-    sum = checkpoint::crc32c(&bytes, sizeof(bytes), sum);
+    sum = files::crc32c(&bytes, sizeof(bytes), sum);
     if (bytes <= 0) continue;
     const at::Tensor dense = tensor.detach().resolve_conj().resolve_neg().contiguous();
-    sum = checkpoint::crc32c(dense.const_data_ptr(), static_cast<size_t>(bytes), sum);
+    sum = files::crc32c(dense.const_data_ptr(), static_cast<size_t>(bytes), sum);
   }
   return sum;
 }

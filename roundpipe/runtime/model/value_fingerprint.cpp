@@ -5,7 +5,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
 
-#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/files/crc32c.h>
 
 namespace roundpipe::runtime {
 
@@ -27,7 +27,7 @@ ValueFingerprint::ValueFingerprint(const at::Tensor& tensor) : bytes_(static_cas
   const at::NoGradGuard no_grad;
   const at::Tensor bytes = bytes_of(tensor);
   if (bytes.is_cpu()) {
-    checksum_ = checkpoint::crc32c(bytes.const_data_ptr(), static_cast<size_t>(bytes_));
+    checksum_ = files::crc32c(bytes.const_data_ptr(), static_cast<size_t>(bytes_));
     return;
   }
   // As words of eight bytes where they lie so. A change that no sum of a row shows would have to keep all columns, too.

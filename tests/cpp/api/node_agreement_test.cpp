@@ -18,7 +18,7 @@ using namespace roundpipe::support;
 namespace {
 
 // A node's training, up to its first step.
-struct Program {
+struct NodeProgram {
   torch::nn::Linear first{4, 4}, second{4, 4};
   std::vector<torch::nn::Linear> more;
   torch::optim::SGDOptions rule{0.1};
@@ -27,19 +27,19 @@ struct Program {
   StepOptions step;
   std::function<void(Model&, Optimizer&)> before_step = [](Model&, Optimizer&) {};
 
-  Program() {
+  NodeProgram() {
     const at::NoGradGuard no_grad;
     for (const Tensor& parameter : second->parameters()) parameter.fill_(0.5);
     for (const Tensor& parameter : first->parameters()) parameter.fill_(0.25);
   }
 };
 
-struct Outcome {
+struct NodeOutcome {
   std::string optimizer_error, step_error;
   bool unchanged = false;  // by what was refused
 };
 
-const std::string kNone = "none";
+const std::string kNoTensors = "none";
 
 template <typename Work>
 std::string error_of(const Work& work) {
@@ -48,10 +48,10 @@ std::string error_of(const Work& work) {
   } catch (const std::exception& error) {
     return error.what();
   }
-  return kNone;
+  return kNoTensors;
 }
 
-Outcome train(Program program, const std::shared_ptr<cluster::Nodes>& nodes, std::barrier<>& all_here) {
+NodeOutcome train(NodeProgram program, const std::shared_ptr<cluster::Nodes>& nodes, std::barrier<>& all_here) {
   torch::nn::Sequential net(program.first, program.second);
   for (const torch::nn::Linear& layer : program.more) net->push_back(layer);
   Model model(net);
@@ -59,7 +59,7 @@ Outcome train(Program program, const std::shared_ptr<cluster::Nodes>& nodes, std
   const std::vector<Tensor> before = copies_of(net->parameters());
   const Tensor inputs = at::ones({2, 4}, program.first->weight.scalar_type());
   std::optional<Optimizer> optimizer;
-  Outcome outcome{kNone, kNone};
+  NodeOutcome outcome{kNoTensors, kNoTensors};
   outcome.optimizer_error = error_of([&] { optimizer.emplace(model, program.rule, program.groups, program.format); });
   if (!optimizer) {
     // A plain training by this process alone goes on.
@@ -80,13 +80,13 @@ Outcome train(Program program, const std::shared_ptr<cluster::Nodes>& nodes, std
 }
 
 // Rank 1 differs from the others.
-std::vector<Outcome> trained(
-    int count, const std::function<void(Program&)>& change,
-    const std::function<void(Program&)>& change_all = [](Program&) {}) {
+std::vector<NodeOutcome> trained(
+    int count, const std::function<void(NodeProgram&)>& change,
+    const std::function<void(NodeProgram&)>& change_all = [](NodeProgram&) {}) {
   set_devices("virtual:1");
   const auto nodes = made_nodes(count);
-  std::vector<Program> programs(static_cast<size_t>(count));
-  for (Program& program : programs) change_all(program);
+  std::vector<NodeProgram> programs(static_cast<size_t>(count));
+  for (NodeProgram& program : programs) change_all(program);
   change(programs[1]);
   std::barrier<> all_here(count);
   return on_ranks(count, [&](int rank) {
@@ -101,43 +101,43 @@ const std::string kStep = "; expected the same step on every rank";
 
 struct Difference {
   std::string name;
-  std::function<void(Program&)> change;
+  std::function<void(NodeProgram&)> change;
   std::string message;
 };
 
 const std::vector<Difference>& optimizer_differences() {
   static const std::vector<Difference> all{
-      {"layers", [](Program& program) { program.more.emplace_back(4, 4); },
+      {"layers", [](NodeProgram& program) { program.more.emplace_back(4, 4); },
        "the number of layers: ranks 0 and 2 have 2, rank 1 has 3; 2.weight: ranks 0 and 2 have none, rank 1 has 4x4 "
        "float32; 2.bias: ranks 0 and 2 have none, rank 1 has 4 float32"},
-      {"shapes", [](Program& program) { program.second = torch::nn::Linear(4, 5); },
+      {"shapes", [](NodeProgram& program) { program.second = torch::nn::Linear(4, 5); },
        "1.weight: ranks 0 and 2 have 4x4 float32, rank 1 has 5x4 float32; 1.bias: ranks 0 and 2 have 4 float32, rank 1 "
        "has 5 float32"},
       {"dtypes",
-       [](Program& program) {
+       [](NodeProgram& program) {
          for (const torch::nn::Linear& layer : {program.first, program.second}) layer.ptr()->to(at::kBFloat16);
        },
        "0.weight: ranks 0 and 2 have 4x4 float32, rank 1 has 4x4 bfloat16; 0.bias: ranks 0 and 2 have 4 float32, rank "
        "1 has 4 bfloat16; "},
-      {"frozen", [](Program& program) { program.second->weight.set_requires_grad(false); },
+      {"frozen", [](NodeProgram& program) { program.second->weight.set_requires_grad(false); },
        "1.weight: ranks 0 and 2 have 4x4 float32, rank 1 has 4x4 float32, frozen; "},
-      {"tied", [](Program& program) { program.second->weight = program.first->weight; },
+      {"tied", [](NodeProgram& program) { program.second->weight = program.first->weight; },
        "1.weight: ranks 0 and 2 have 4x4 float32, rank 1 has the values of 0.weight"},
       {"weights",
-       [](Program& program) {
+       [](NodeProgram& program) {
          const at::NoGradGuard no_grad;
          program.second->bias[0] = 7;
        },
        "the values of 1.bias: ranks 0 and 2 have "},
-      {"lr", [](Program& program) { program.rule = torch::optim::SGDOptions(0.2); },
+      {"lr", [](NodeProgram& program) { program.rule = torch::optim::SGDOptions(0.2); },
        "lr of group 0: ranks 0 and 2 have 0.1, rank 1 has 0.2"},
       {"groups",
-       [](Program& program) {
+       [](NodeProgram& program) {
          program.groups = {{.holds = [](const std::string& name, const Tensor&) { return name.ends_with("bias"); }}};
        },
        "the parameters of group 0: ranks 0 and 2 have 4 (0.weight, 0.bias, 1.weight, 1.bias), rank 1 has 2 (0.bias, "
        "1.bias); "},
-      {"gradients", [](Program& program) { program.format.gradients_in_fp32 = true; },
+      {"gradients", [](NodeProgram& program) { program.format.gradients_in_fp32 = true; },
        "gradients_in_fp32: ranks 0 and 2 have false, rank 1 has true"},
   };
   return all;
@@ -145,24 +145,24 @@ const std::vector<Difference>& optimizer_differences() {
 
 const std::vector<Difference>& step_differences() {
   static const std::vector<Difference> all{
-      {"asynchronous", [](Program& program) { program.step.asynchronous = false; },
+      {"asynchronous", [](NodeProgram& program) { program.step.asynchronous = false; },
        "asynchronous: rank 0 has true, rank 1 has false"},
-      {"max_grad_norm", [](Program& program) { program.step.max_grad_norm = 0.5; },
+      {"max_grad_norm", [](NodeProgram& program) { program.step.max_grad_norm = 0.5; },
        "max_grad_norm: rank 0 has none, rank 1 has 0.5"},
-      {"gradient_factor", [](Program& program) { program.step.gradient_factor = 1.0; },
+      {"gradient_factor", [](NodeProgram& program) { program.step.gradient_factor = 1.0; },
        "gradient_factor: rank 0 has none, rank 1 has 1"},
       {"late lr",
-       [](Program& program) { program.before_step = [](Model&, Optimizer& optimizer) { optimizer.options().lr = 3; }; },
+       [](NodeProgram& program) { program.before_step = [](Model&, Optimizer& optimizer) { optimizer.options().lr = 3; }; },
        "lr of group 0: rank 0 has 0.1, rank 1 has 3"},
       {"frozen late",
-       [](Program& program) {
+       [](NodeProgram& program) {
          program.before_step = [second = program.second](Model&, Optimizer&) {
            Tensor(second->weight).set_requires_grad(false);
          };
        },
        "frozen since the optimizer was made: rank 0 has none, rank 1 has 1.weight"},
       {"written late",
-       [](Program& program) {
+       [](NodeProgram& program) {
          program.before_step = [second = program.second](Model& model, Optimizer&) {
            model.synchronize();
            const at::NoGradGuard no_grad;
@@ -178,17 +178,17 @@ const std::vector<Difference>& step_differences() {
 
 TEST_SUITE("nodes agree") {
   TEST_CASE("on the same training") {
-    for (const Outcome& outcome : trained(2, [](Program&) {})) {
-      CHECK(outcome.optimizer_error == kNone);
-      CHECK(outcome.step_error == kNone);
+    for (const NodeOutcome& outcome : trained(2, [](NodeProgram&) {})) {
+      CHECK(outcome.optimizer_error == kNoTensors);
+      CHECK(outcome.step_error == kNoTensors);
     }
   }
 
   TEST_CASE("or an optimizer is refused on each of them, and nothing has been changed") {
     for (const Difference& difference : optimizer_differences()) {
       CAPTURE(difference.name);
-      const std::vector<Outcome> outcomes = trained(3, difference.change);
-      for (const Outcome& outcome : outcomes) {
+      const std::vector<NodeOutcome> outcomes = trained(3, difference.change);
+      for (const NodeOutcome& outcome : outcomes) {
         CHECK(outcome.optimizer_error == outcomes[0].optimizer_error);
         CHECK(outcome.unchanged);
       }
@@ -200,18 +200,18 @@ TEST_SUITE("nodes agree") {
   TEST_CASE("or a step is refused on each of them") {
     for (const Difference& difference : step_differences()) {
       CAPTURE(difference.name);
-      const std::vector<Outcome> outcomes = trained(2, difference.change);
-      for (const Outcome& outcome : outcomes) CHECK(outcome.step_error == outcomes[0].step_error);
+      const std::vector<NodeOutcome> outcomes = trained(2, difference.change);
+      for (const NodeOutcome& outcome : outcomes) CHECK(outcome.step_error == outcomes[0].step_error);
       CHECK(outcomes[0].step_error.starts_with(kIn + difference.message));
       CHECK(outcomes[0].step_error.ends_with(kStep));
     }
   }
 
   TEST_CASE("that a step which one of them cannot make is made by none") {
-    const auto freeze = [](Program& program) { program.second->bias.set_requires_grad(false); };
-    const std::vector<Outcome> outcomes = trained(
+    const auto freeze = [](NodeProgram& program) { program.second->bias.set_requires_grad(false); };
+    const std::vector<NodeOutcome> outcomes = trained(
         2,
-        [](Program& program) {
+        [](NodeProgram& program) {
           program.before_step = [second = program.second](Model&, Optimizer&) {
             Tensor(second->bias).set_requires_grad(true);  // nothing would train it
           };

@@ -8,7 +8,7 @@
 #include "faulty_files.h"
 
 using namespace roundpipe;
-using namespace roundpipe::checkpoint::test;  // NOLINT
+using namespace roundpipe::files::test;  // NOLINT
 
 namespace {
 
@@ -44,8 +44,8 @@ TEST_CASE("step lines: a full disk does not end a training") {
   FaultyFiles files;
   bool is_full = false;
   files.most_at_once = 5;
-  files.fault = [&](checkpoint::Call call, const std::string&, int number) {
-    return is_full && call == checkpoint::Call::kWrite && number % 2 == 1 ? ENOSPC : 0;
+  files.fault = [&](files::Call call, const std::string&, int number) {
+    return is_full && call == files::Call::kWrite && number % 2 == 1 ? ENOSPC : 0;
   };
   Texts told;
   StepLines lines(path, 0, [&](const std::string& text) { told.push_back(text); }, files);

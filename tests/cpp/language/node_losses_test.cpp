@@ -10,7 +10,7 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
-#include <roundpipe/checkpoint/safetensors.h>
+#include <roundpipe/files/safetensors.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/layers.h>
 
@@ -33,7 +33,7 @@ struct ModelFolder {
     std::filesystem::create_directories(path);
     std::ofstream(path / "config.json") << kConfig;
     at::manual_seed(3);
-    std::vector<checkpoint::TensorDescription> described;
+    std::vector<files::TensorDescription> described;
     std::string bytes;
     for (const language::WeightShape& weight : language::weight_shapes(language::read_config(path.string()))) {
       described.push_back({weight.name, "F32", weight.shape});
@@ -41,7 +41,7 @@ struct ModelFolder {
       bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
     }
     std::ofstream(path / "model.safetensors", std::ios::binary)
-        << checkpoint::lay_out_safetensors(described, {{"format", "pt"}}).header << bytes;
+        << files::lay_out_safetensors(described, {{"format", "pt"}}).header << bytes;
   }
   ~ModelFolder() { std::filesystem::remove_all(path); }
   const std::filesystem::path path;

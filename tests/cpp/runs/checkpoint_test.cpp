@@ -7,8 +7,8 @@
 #include <doctest/doctest.h>
 #include <unistd.h>
 
-#include <roundpipe/checkpoint/manifest.h>
-#include <roundpipe/checkpoint/run_folder.h>
+#include <roundpipe/files/manifest.h>
+#include <roundpipe/files/run_folder.h>
 #include <roundpipe/roundpipe.h>
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/batchnorm.h>

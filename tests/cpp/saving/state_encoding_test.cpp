@@ -5,7 +5,7 @@
 
 #include <doctest/doctest.h>
 
-#include <roundpipe/checkpoint/json_text.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 
 using namespace roundpipe;
@@ -100,7 +100,7 @@ TEST_SUITE("state encoding") {
   }
 
   TEST_CASE("numbers and texts are printed as Python prints them") {
-    using checkpoint::python_text;
+    using files::python_text;
     const std::vector<std::pair<double, const char*>> numbers{{0.0, "0.0"},
                                                               {-0.0, "-0.0"},
                                                               {3.0, "3.0"},
@@ -116,10 +116,10 @@ TEST_SUITE("state encoding") {
     for (const auto& [number, text] : numbers) CHECK(python_text(number) == text);
     const nlohmann::ordered_json value{
         {"b", {1, 2.5, nullptr, true}}, {"a", "\u00fc\"\n\x7f"}, {"none", nlohmann::ordered_json::object()}};
-    CHECK(checkpoint::print_json_as_python(value, "x") ==
+    CHECK(files::print_json_as_python(value, "x") ==
           R"({"b": [1, 2.5, null, true], "a": "\u00fc\"\n\u007f", "none": {}})");
-    CHECK_THROWS_AS(checkpoint::print_json_as_python(std::nan(""), "x"), Error);
-    CHECK_THROWS_AS(checkpoint::print_json_as_python("\xff", "x"), std::invalid_argument);
+    CHECK_THROWS_AS(files::print_json_as_python(std::nan(""), "x"), Error);
+    CHECK_THROWS_AS(files::print_json_as_python("\xff", "x"), std::invalid_argument);
   }
 
   TEST_CASE("what cannot be saved is refused with its path") {

@@ -3,23 +3,23 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
-#include <roundpipe/checkpoint/run_folder.h>
-#include <roundpipe/checkpoint/steps.h>
+#include <roundpipe/files/run_folder.h>
+#include <roundpipe/files/steps.h>
 #include <roundpipe/core/error.h>
 
 #include "faulty_files.h"
 
 using namespace roundpipe::saving;
-namespace checkpoint = roundpipe::checkpoint;
+namespace files = roundpipe::files;
 
 namespace {
 
 // Writes the tensors as the checkpoint of step 1.
-checkpoint::FileRecord save(const std::string& folder, const std::vector<Destination>& tensors) {
-  checkpoint::RunFolder run(folder);
+files::FileRecord save(const std::string& folder, const std::vector<Destination>& tensors) {
+  files::RunFolder run(folder);
   const auto layout = lay_out(tensors);
   const auto writer = run.begin(1);
-  checkpoint::OutputFile& file = writer->create("model.safetensors", layout.file_bytes);
+  files::OutputFile& file = writer->create("model.safetensors", layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < tensors.size(); ++i) write_tensor({&file, layout.tensors[i].offset}, tensors[i].second);
   return writer->commit().files.front();
@@ -30,7 +30,7 @@ void ignore(int64_t) {}
 }  // namespace
 
 TEST_CASE("tensor files: what is written comes back, whatever the strides, cast where dtypes differ") {
-  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const files::test::TemporaryFolder folder(files::test::kMemory);
   const at::Tensor dense = at::randn({3, 5});
   const at::Tensor turned = at::randn({4, 6}).t();
   const at::Tensor half = at::randn({7}).to(at::kBFloat16);
@@ -47,7 +47,7 @@ TEST_CASE("tensor files: what is written comes back, whatever the strides, cast 
 }
 
 TEST_CASE("tensor files: another shape, another name and damage are refused") {
-  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const files::test::TemporaryFolder folder(files::test::kMemory);
   const at::Tensor value = at::ones({64});
   const auto record = save(folder.path(), {{"value", value}});
   const std::string step = folder / "step-1";
@@ -56,7 +56,7 @@ TEST_CASE("tensor files: another shape, another name and damage are refused") {
   CHECK_THROWS_AS(read_tensors(step, record, {{"values", same}}, ignore), roundpipe::Error);
   CHECK(same.sum().item<float>() == 0);
   {
-    std::fstream file(checkpoint::join(step, "model.safetensors"), std::ios::in | std::ios::out | std::ios::binary);
+    std::fstream file(files::join(step, "model.safetensors"), std::ios::in | std::ios::out | std::ios::binary);
     file.seekp(record.bytes - 1);
     file.put('\x41');
   }
@@ -65,7 +65,7 @@ TEST_CASE("tensor files: another shape, another name and damage are refused") {
 }
 
 TEST_CASE("tensor files: ranges of elements come back, cast where dtypes differ") {
-  const checkpoint::test::TemporaryFolder folder(checkpoint::test::kMemory);
+  const files::test::TemporaryFolder folder(files::test::kMemory);
   const at::Tensor numbers = at::arange(24, at::kFloat).view({4, 6});
   const at::Tensor half = at::arange(9).to(at::kBFloat16);
   const auto record = save(folder.path(), {{"numbers", numbers}, {"half", half}});

@@ -109,7 +109,7 @@ TEST_CASE("token file: another version, and numbers that no writer makes") {
   const auto with = [&](size_t offset, const std::string& field) {
     std::string bytes = token_bytes<uint16_t>(kShort, 20);
     bytes.replace(offset, field.size(), field);
-    const uint32_t checksum = checkpoint::crc32c(bytes.data(), 60);
+    const uint32_t checksum = files::crc32c(bytes.data(), 60);
     std::memcpy(bytes.data() + 60, &checksum, sizeof(checksum));
     return said_of(folder, bytes);
   };

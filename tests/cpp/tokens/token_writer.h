@@ -9,7 +9,7 @@
 
 #include <unistd.h>
 
-#include <roundpipe/checkpoint/crc32c.h>
+#include <roundpipe/files/crc32c.h>
 
 namespace roundpipe::tokens {
 
@@ -46,10 +46,10 @@ std::string token_bytes(const std::vector<std::vector<Token>>& documents, uint64
   append(header, count);
   append(header, uint64_t{documents.size()});
   append(header, vocabulary);
-  append(header, checkpoint::crc32c(tokens.data(), tokens.size()));
-  append(header, checkpoint::crc32c(ends.data(), ends.size()));
+  append(header, files::crc32c(tokens.data(), tokens.size()));
+  append(header, files::crc32c(ends.data(), ends.size()));
   header.append(12, '\0');
-  append(header, checkpoint::crc32c(header.data(), header.size()));
+  append(header, files::crc32c(header.data(), header.size()));
   while (tokens.size() % 8 != 0) tokens.push_back('\0');
   return header + tokens + ends;
 }

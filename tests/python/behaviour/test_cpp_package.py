@@ -132,7 +132,7 @@ def test_headers_are_complete_and_need_torch_only(prefix: Path) -> None:
         "runtime/pipeline.h",
         "training/model_core.h",
         "device/event.h",
-        "checkpoint/file_system.h",
+        "files/file_system.h",
         "ops",
         "memory",
     )

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, as roundpipe/checkpoint/manifest.h describes them."""
+"""Checkpoints made by hand, as roundpipe/files/manifest.h describes them."""
 
 from __future__ import annotations
 

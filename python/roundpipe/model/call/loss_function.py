@@ -99,7 +99,7 @@ class MicrobatchLoss:
                 shape = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise ValueError(
                     f"[forward_backward] loss_fn returned {shape}, expected a scalar tensor or a list of them; "
-                    "reduce the loss, for example with .mean()"
+                    "reduce it by .sum() / the rows of the whole batch, since the losses of microbatches are added"
                 )
         if not losses:
             raise ValueError("[forward_backward] loss_fn returned no loss, expected at least one")
