@@ -28,6 +28,8 @@ const GradScalerOptions& checked(const GradScalerOptions& options) {
   return options;
 }
 
+GradScaler::State state_of(const ScaleState& state) { return {state.scale, state.front, state.growth_tracker}; }
+
 }  // namespace
 
 GradScaler::GradScaler(const GradScalerOptions& options)
@@ -52,12 +54,16 @@ double GradScaler::get_scale() const {
   return moves_->started() ? moves_->next().item<double>() : static_cast<float>(options_.init_scale);
 }
 
-GradScaler::State GradScaler::state() { return started().state(); }
+GradScaler::State GradScaler::state() { return state_of(started().state()); }
 
 void GradScaler::load(const State& state) { resume(state, /*losses_wait=*/false); }
 
-std::function<GradScaler::State()> GradScaler::later_state() const { return started().later_state(); }
+std::function<GradScaler::State()> GradScaler::later_state() const {
+  return [later = started().later_state()] { return state_of(later()); };
+}
 
-void GradScaler::resume(const State& state, bool losses_wait) { moves_->resume(state, losses_wait); }
+void GradScaler::resume(const State& state, bool losses_wait) {
+  moves_->resume({state.scale, state.front, state.growth_tracker}, losses_wait);
+}
 
 }  // namespace roundpipe

@@ -6,11 +6,10 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/training/scale_state.h>
-
 namespace roundpipe {
 
 class ScaleMoves;
+struct ScaleRule;
 
 struct GradScalerOptions {
   double init_scale = 65536;
@@ -46,7 +45,11 @@ class GradScaler {
   // The scale of the next losses: in a loss function, that of this call's.
   double get_scale() const;
 
-  using State = ScaleState;
+  struct State {
+    double scale = 0;
+    double front = 0;  // of the next losses
+    int64_t growth_tracker = 0;
+  };
   // The state, once all steps are over (Model::synchronize). Waits for their decisions.
   State state();
   void load(const State& state);

@@ -11,7 +11,6 @@
 #include "../local_nodes.h"
 #include "support/chain.h"
 
-
 using namespace roundpipe;
 using namespace roundpipe::support;
 
@@ -39,19 +38,19 @@ struct NodeOutcome {
   bool unchanged = false;  // by what was refused
 };
 
-const std::string kNoTensors = "none";
+const std::string kNothing = "none";
 
 template <typename Work>
-std::string error_of(const Work& work) {
+std::string thrown_by(const Work& work) {
   try {
     work();
   } catch (const std::exception& error) {
     return error.what();
   }
-  return kNoTensors;
+  return kNothing;
 }
 
-NodeOutcome train(NodeProgram program, const std::shared_ptr<cluster::Nodes>& nodes, std::barrier<>& all_here) {
+NodeOutcome run_node(NodeProgram program, const std::shared_ptr<cluster::Nodes>& nodes, std::barrier<>& all_here) {
   torch::nn::Sequential net(program.first, program.second);
   for (const torch::nn::Linear& layer : program.more) net->push_back(layer);
   Model model(net);
@@ -59,18 +58,19 @@ NodeOutcome train(NodeProgram program, const std::shared_ptr<cluster::Nodes>& no
   const std::vector<Tensor> before = copies_of(net->parameters());
   const Tensor inputs = at::ones({2, 4}, program.first->weight.scalar_type());
   std::optional<Optimizer> optimizer;
-  NodeOutcome outcome{kNoTensors, kNoTensors};
-  outcome.optimizer_error = error_of([&] { optimizer.emplace(model, program.rule, program.groups, program.format); });
+  NodeOutcome outcome{kNothing, kNothing};
+  outcome.optimizer_error = thrown_by([&] { optimizer.emplace(model, program.rule, program.groups, program.format); });
   if (!optimizer) {
     // A plain training by this process alone goes on.
     outcome.unchanged = same_state(copies_of(net->parameters()), before);
     model.forward_backward(inputs, std::tuple<>(), [](const Tensor& out) { return out.sum(); });
     Optimizer alone(model, torch::optim::SGDOptions(0.0));
-    model.step(alone, {.asynchronous = false}).wait();
+    model.step(alone, {.asynchronous = false});
+    model.synchronize();
     outcome.unchanged &= same_state(copies_of(net->parameters()), before);
     return outcome;
   }
-  outcome.step_error = error_of([&] {
+  outcome.step_error = thrown_by([&] {
     model.forward_backward(inputs, std::tuple<>(), [](const Tensor& out) { return out.sum(); });
     program.before_step(model, *optimizer);
     model.step(*optimizer, program.step).wait();
@@ -80,7 +80,7 @@ NodeOutcome train(NodeProgram program, const std::shared_ptr<cluster::Nodes>& no
 }
 
 // Rank 1 differs from the others.
-std::vector<NodeOutcome> trained(
+std::vector<NodeOutcome> run_nodes(
     int count, const std::function<void(NodeProgram&)>& change,
     const std::function<void(NodeProgram&)>& change_all = [](NodeProgram&) {}) {
   set_devices("virtual:1");
@@ -91,25 +91,24 @@ std::vector<NodeOutcome> trained(
   std::barrier<> all_here(count);
   return on_ranks(count, [&](int rank) {
     const auto place = static_cast<size_t>(rank);
-    return train(programs[place], nodes[place], all_here);
+    return run_node(programs[place], nodes[place], all_here);
   });
 }
 
-const std::string kIn = "[distributed] the ranks differ in model 1 (Sequential): ";
-const std::string kAlike = "; expected the same parameters and optimizer on every rank";
-const std::string kStep = "; expected the same step on every rank";
+const std::string kDifferIn = "[distributed] the ranks differ in model 1 (Sequential): ";
+const std::string kSameOptimizer = "; expected the same parameters and optimizer on every rank";
+const std::string kSameStep = "; expected the same step on every rank";
 
-struct Difference {
+struct NodeDifference {
   std::string name;
   std::function<void(NodeProgram&)> change;
   std::string message;
 };
 
-const std::vector<Difference>& optimizer_differences() {
-  static const std::vector<Difference> all{
+const std::vector<NodeDifference>& optimizer_differences() {
+  static const std::vector<NodeDifference> all{
       {"layers", [](NodeProgram& program) { program.more.emplace_back(4, 4); },
-       "the number of layers: ranks 0 and 2 have 2, rank 1 has 3; 2.weight: ranks 0 and 2 have none, rank 1 has 4x4 "
-       "float32; 2.bias: ranks 0 and 2 have none, rank 1 has 4 float32"},
+       "the number of layers: ranks 0 and 2 have 2, rank 1 has 3; the parameters of group 0: "},
       {"shapes", [](NodeProgram& program) { program.second = torch::nn::Linear(4, 5); },
        "1.weight: ranks 0 and 2 have 4x4 float32, rank 1 has 5x4 float32; 1.bias: ranks 0 and 2 have 4 float32, rank 1 "
        "has 5 float32"},
@@ -143,8 +142,8 @@ const std::vector<Difference>& optimizer_differences() {
   return all;
 }
 
-const std::vector<Difference>& step_differences() {
-  static const std::vector<Difference> all{
+const std::vector<NodeDifference>& step_differences() {
+  static const std::vector<NodeDifference> all{
       {"asynchronous", [](NodeProgram& program) { program.step.asynchronous = false; },
        "asynchronous: rank 0 has true, rank 1 has false"},
       {"max_grad_norm", [](NodeProgram& program) { program.step.max_grad_norm = 0.5; },
@@ -152,7 +151,9 @@ const std::vector<Difference>& step_differences() {
       {"gradient_factor", [](NodeProgram& program) { program.step.gradient_factor = 1.0; },
        "gradient_factor: rank 0 has none, rank 1 has 1"},
       {"late lr",
-       [](NodeProgram& program) { program.before_step = [](Model&, Optimizer& optimizer) { optimizer.options().lr = 3; }; },
+       [](NodeProgram& program) {
+         program.before_step = [](Model&, Optimizer& optimizer) { optimizer.options().lr = 3; };
+       },
        "lr of group 0: rank 0 has 0.1, rank 1 has 3"},
       {"frozen late",
        [](NodeProgram& program) {
@@ -178,38 +179,38 @@ const std::vector<Difference>& step_differences() {
 
 TEST_SUITE("nodes agree") {
   TEST_CASE("on the same training") {
-    for (const NodeOutcome& outcome : trained(2, [](NodeProgram&) {})) {
-      CHECK(outcome.optimizer_error == kNoTensors);
-      CHECK(outcome.step_error == kNoTensors);
+    for (const NodeOutcome& outcome : run_nodes(2, [](NodeProgram&) {})) {
+      CHECK(outcome.optimizer_error == kNothing);
+      CHECK(outcome.step_error == kNothing);
     }
   }
 
   TEST_CASE("or an optimizer is refused on each of them, and nothing has been changed") {
-    for (const Difference& difference : optimizer_differences()) {
+    for (const NodeDifference& difference : optimizer_differences()) {
       CAPTURE(difference.name);
-      const std::vector<NodeOutcome> outcomes = trained(3, difference.change);
+      const std::vector<NodeOutcome> outcomes = run_nodes(3, difference.change);
       for (const NodeOutcome& outcome : outcomes) {
         CHECK(outcome.optimizer_error == outcomes[0].optimizer_error);
         CHECK(outcome.unchanged);
       }
-      CHECK(outcomes[0].optimizer_error.starts_with(kIn + difference.message));
-      CHECK(outcomes[0].optimizer_error.ends_with(kAlike));
+      CHECK(outcomes[0].optimizer_error.starts_with(kDifferIn + difference.message));
+      CHECK(outcomes[0].optimizer_error.ends_with(kSameOptimizer));
     }
   }
 
   TEST_CASE("or a step is refused on each of them") {
-    for (const Difference& difference : step_differences()) {
+    for (const NodeDifference& difference : step_differences()) {
       CAPTURE(difference.name);
-      const std::vector<NodeOutcome> outcomes = trained(2, difference.change);
+      const std::vector<NodeOutcome> outcomes = run_nodes(2, difference.change);
       for (const NodeOutcome& outcome : outcomes) CHECK(outcome.step_error == outcomes[0].step_error);
-      CHECK(outcomes[0].step_error.starts_with(kIn + difference.message));
-      CHECK(outcomes[0].step_error.ends_with(kStep));
+      CHECK(outcomes[0].step_error.starts_with(kDifferIn + difference.message));
+      CHECK(outcomes[0].step_error.ends_with(kSameStep));
     }
   }
 
   TEST_CASE("that a step which one of them cannot make is made by none") {
     const auto freeze = [](NodeProgram& program) { program.second->bias.set_requires_grad(false); };
-    const std::vector<NodeOutcome> outcomes = trained(
+    const std::vector<NodeOutcome> outcomes = run_nodes(
         2,
         [](NodeProgram& program) {
           program.before_step = [second = program.second](Model&, Optimizer&) {
