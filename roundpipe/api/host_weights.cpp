@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include <roundpipe/api/grad_scaler.h>
 #include <roundpipe/api/joint_steps.h>
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/error.h>
@@ -14,6 +15,8 @@
 #include <roundpipe/training/fused_steps.h>
 #include <roundpipe/training/joint_training.h>
 #include <roundpipe/training/model_core.h>
+#include <roundpipe/training/prepared_gradients.h>
+#include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
 
@@ -171,14 +174,37 @@ void HostWeights::publish_written() {
   if (fused_) fused_->show_host_weights();
 }
 
-void HostWeights::step_by(std::function<void()> update, bool asynchronous) {
+void HostWeights::step_by(std::function<void()> update, const StepOptions& options) {
   if (!update) throw std::invalid_argument("[step] the function is empty, expected one that updates the parameters");
+  check(options, /*several_nodes=*/false);
   optimizer_parameters();
   check_trainable();
-  copies_->prepare_step(asynchronous);
-  copies_->queue_step(std::move(update));
+  copies_->prepare_step(options.asynchronous);
+  const ScaleMoves::Pipelines models{shared_pipeline()};
+  const auto decision = std::make_shared<LaterDecision>();
+  at::Tensor scale;
+  if (options.scaler != nullptr) {
+    scale = options.scaler->moves().begin_step(models, /*several_nodes=*/false);
+    // First, so that the function cannot move what the next losses have.
+    options.scaler->moves().stepped(models, decision, scale, options.scaler->rule());
+  }
+  std::vector<at::Tensor> parameters;
+  for (const auto& [name, parameter] : optimizer_parameters_) parameters.push_back(parameter);
+  // Whether or not the function runs, the decision is over when it is dropped.
+  std::shared_ptr<void> at_end(nullptr, [over = decision->over](void*) { over->fire(); });
+  copies_->queue_step([copies = copies_.get(), update = std::move(update), parameters = std::move(parameters), scale,
+                       decision, at_end = std::move(at_end), max_norm = options.max_grad_norm] {
+    const PreparedGradients prepared = prepare_gradients(parameters, scale, max_norm);
+    if (prepared.overflowed)
+      copies->clear_gradients(/*set_to_none=*/true);
+    else
+      update();
+    decision->overflowed = prepared.overflowed;
+  });
   is_behind_ = true;
-  if (!asynchronous) copies_->settle_step();
+  if (options.asynchronous) return;
+  copies_->settle_step();
+  if (options.scaler != nullptr) options.scaler->moves().settle(models);
 }
 
 std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, const GroupOf& group_of,

@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/api/layer_instance.h>
+#include <roundpipe/runtime/step/step_options.h>
 
 namespace roundpipe::cluster {
 class Nodes;
@@ -102,7 +103,7 @@ class HostWeights {
   // Lets calls read what the program has written into the optimizer's parameters, and the program what calls read.
   void publish_written();
   // See Model::step.
-  void step_by(std::function<void()> update, bool asynchronous);
+  void step_by(std::function<void()> update, const StepOptions& options);
 
  private:
   void leave_weights() noexcept;

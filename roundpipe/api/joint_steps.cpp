@@ -26,7 +26,7 @@ std::shared_ptr<JointTraining> agree_on_start(const JointModels& models, const F
   for (const optim::Hyperparameters& options : rule.groups) traits.options.push_back(describe(rule.algorithm, options));
   traits.format = {{"moments", rule.moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit"},
                    {"gradients_in_fp32", rule.gradients_in_fp32 ? "true" : "false"}};
-  joint->agree_on_start(traits, models.parameters, before ? NamedParameters() : models.buffers);
+  joint->agree_on_start(traits, models.parameters, before ? cluster::NamedTensors() : models.buffers);
   return joint;
 }
 

@@ -1,18 +1,25 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/api/host_weights.h>
+#include <roundpipe/cluster/shared_values.h>
 #include <roundpipe/optim/algorithm.h>
 #include <roundpipe/runtime/step/step_options.h>
 
+namespace roundpipe::cluster {
+class Nodes;
+}
+
 namespace roundpipe {
 
+class FusedSteps;
 class JointTraining;
+struct FusedRule;
 
 // What the nodes that train one model, or one group of them, agree on. Collective; without other nodes, nothing happens.
 
@@ -20,8 +27,8 @@ class JointTraining;
 struct JointModels {
   std::string name;
   int layers = 0;
-  const NamedParameters& parameters;  // all of them
-  const NamedParameters& buffers;
+  const cluster::NamedTensors& parameters;  // all of them
+  const cluster::NamedTensors& buffers;
 };
 // Agrees on the models and on an optimizer that is about to be made for them. `before`: on which nodes have agreed for
 // the same models; null: on nothing. `groups`: the parameters of each. Throws std::invalid_argument on each node if

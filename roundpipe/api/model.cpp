@@ -5,10 +5,6 @@
 #include <stdexcept>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
-#include <torch/nn/utils/clip_grad.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
@@ -21,6 +17,7 @@
 #include <roundpipe/training/loss_counts.h>
 #include <roundpipe/training/microbatch_choice.h>
 #include <roundpipe/training/model_core.h>
+#include <roundpipe/training/prepared_gradients.h>
 #include <roundpipe/training/scale_moves.h>
 
 namespace roundpipe {
@@ -228,35 +225,24 @@ Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options)
   pipeline().planner().set_asynchronous(false);
   synchronize();
   std::vector<at::Tensor> parameters;
-  std::vector<at::Tensor> gradients;
-  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.grad().defined()) continue;
-      parameters.push_back(parameter);
-      gradients.push_back(parameter.grad());
-    }
-  }
-  bool overflowed = false;
-  if (options.scaler != nullptr) {
-    const at::NoGradGuard no_grad;
-    const double scale =
-        options.scaler->moves().begin_step({shared_pipeline()}, /*several_nodes=*/false).item<double>();
-    at::Tensor found = at::zeros({1}, at::kFloat);
-    const at::Tensor inverse = at::full({1}, 1.0 / scale, at::kFloat);
-    if (!gradients.empty()) at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse);
-    overflowed = found.item<float>() != 0;
-  }
-  double norm = std::nan("");
-  if (options.max_grad_norm && !overflowed)
-    norm = torch::nn::utils::clip_grad_norm_(parameters, *options.max_grad_norm);
-  if (!overflowed) optimizer.step();
+  for (const torch::optim::OptimizerParamGroup& group : optimizer.param_groups())
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  at::Tensor scale;
   if (options.scaler != nullptr)
-    options.scaler->moves().stepped({shared_pipeline()}, options.scaler->rule(), overflowed);
+    scale = options.scaler->moves().begin_step({shared_pipeline()}, /*several_nodes=*/false);
+  const PreparedGradients prepared = prepare_gradients(parameters, scale, options.max_grad_norm);
+  if (!prepared.overflowed) optimizer.step();
+  if (options.scaler != nullptr)
+    options.scaler->moves().stepped({shared_pipeline()}, options.scaler->rule(), prepared.overflowed);
   optimizer.zero_grad();
-  return Step(norm, overflowed);
+  return Step(prepared.norm, prepared.overflowed);
 }
 
-void Model::step(std::function<void()> update, bool asynchronous) { step_by(std::move(update), asynchronous); }
+void Model::step(std::function<void()> update, bool asynchronous) {
+  step(std::move(update), {.asynchronous = asynchronous});
+}
+
+void Model::step(std::function<void()> update, const StepOptions& options) { step_by(std::move(update), options); }
 
 MemoryPrediction Model::predict(detail::Batch inputs, detail::Batch labels, const LossFunction& loss,
                                 const RunOptions& options) {

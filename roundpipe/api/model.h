@@ -155,6 +155,9 @@ class Model : public HostWeights {
   // step's; else waits for the function. If a call whose gradients it was to use has failed, it does not run. What it
   // throws is thrown by whatever waits for it: this call if it waits, the next step, or synchronize().
   void step(std::function<void()> update, bool asynchronous = true);
+  // The same with the other options of a step. Before the function, the gradients are clipped and, with a scaler, which
+  // then moves as for other steps, unscaled: if one is inf or NaN, the function does not run, and they are dropped.
+  void step(std::function<void()> update, const StepOptions& options);
 
   // Predicts the memory that forward_backward with these arguments would take, without making a step. Each layer runs
   // once with one microbatch, outside of the pipeline. Waits for the calls under way first, and settles no step: later

@@ -42,7 +42,10 @@ void ScaleMoves::Scale::follow(const ScaleRule& rule, bool overflowed, const at:
   current = LossScale::after_step(before, current, used, rule.backoff_factor);
 }
 
-void ScaleMoves::Pending::decide(Scale& scale) const { scale.follow(rule, overflowed || run->overflowed(), used); }
+void ScaleMoves::Pending::decide(Scale& scale) const {
+  const std::optional<bool> found = run ? run->overflowed() : later->overflowed;
+  if (found) scale.follow(rule, overflowed || *found, used);
+}
 
 ScaleMoves::ScaleMoves() : LossScale(at::zeros({}, at::kFloat)) {}
 
@@ -77,7 +80,14 @@ void ScaleMoves::stepped(const Pipelines& models, std::shared_ptr<StepRun> run, 
                          bool overflowed) {
   stepped(models);
   const MutexLock lock(mutex_);
-  pending_.push_back({std::move(run), std::move(used), rule, overflowed});
+  pending_.push_back({std::move(run), nullptr, std::move(used), rule, overflowed});
+}
+
+void ScaleMoves::stepped(const Pipelines& models, std::shared_ptr<const LaterDecision> later, at::Tensor used,
+                         const ScaleRule& rule) {
+  stepped(models);
+  const MutexLock lock(mutex_);
+  pending_.push_back({nullptr, std::move(later), std::move(used), rule});
 }
 
 void ScaleMoves::stepped(const Pipelines& models) {
@@ -124,18 +134,17 @@ void ScaleMoves::restart_losses() {
 
 // -- waiting --------------------------------------------------------------------------------------------------------
 
-std::shared_ptr<StepRun> ScaleMoves::first_pending() const {
+device::EventPtr ScaleMoves::first_decision() const {
   const MutexLock lock(mutex_);
-  return pending_.empty() ? nullptr : pending_.front().run;
+  return pending_.empty() ? nullptr : pending_.front().decided();
 }
 
 void ScaleMoves::finish_steps() {
   require_callers_thread();
-  while (const std::shared_ptr<StepRun> run = first_pending()) {
-    const device::EventPtr decided = run->decided();
+  while (const device::EventPtr decided = first_decision()) {
     const auto drop_pending = [&](bool decides) {
       const MutexLock lock(mutex_);
-      if (pending_.empty() || pending_.front().run != run) return;
+      if (pending_.empty() || pending_.front().decided() != decided) return;
       if (decides) pending_.front().decide(scale_);
       pending_.pop_front();
     };
@@ -188,7 +197,7 @@ std::function<ScaleState()> ScaleMoves::later_state() const {
   return [front = waiting_or_next().item<double>(), scale = scale_.copy(), pending = pending_]() mutable {
     // The caller's interrupts are not those of the thread that asks.
     for (; !pending.empty(); pending.pop_front()) {
-      const device::EventPtr decided = pending.front().run->decided();
+      const device::EventPtr decided = pending.front().decided();
       device::wait_unless_lost(*decided);
       if (const std::exception_ptr error = decided->error()) std::rethrow_exception(error);
       pending.front().decide(scale);

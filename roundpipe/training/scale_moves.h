@@ -4,17 +4,25 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/device/event.h>
 #include <roundpipe/runtime/model/loss_scale.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step/step_run.h>
 #include <roundpipe/training/scale_state.h>
 
 namespace roundpipe {
+
+// What a step decides that another thread makes later.
+struct LaterDecision {
+  const device::EventPtr over = device::make_event();  // `overflowed` is known
+  std::optional<bool> overflowed;                      // none: the step was not made
+};
 
 // When the scale of a GradScaler moves, and where to: the arithmetic of torch.amp.GradScaler, for steps that decide
 // while later losses are scaled already. So there are two scales: losses have the *front* one (LossScale), and steps
@@ -43,6 +51,9 @@ class ScaleMoves : public runtime::LossScale {
   // were inf or NaN.
   void stepped(const Pipelines& models, std::shared_ptr<runtime::StepRun> run, at::Tensor used, const ScaleRule& rule,
                bool overflowed = false);
+  // The same for a step that was queued.
+  void stepped(const Pipelines& models, std::shared_ptr<const LaterDecision> later, at::Tensor used,
+               const ScaleRule& rule);
   // A step was made or queued that decides by itself.
   void stepped(const Pipelines& models);
   // A step is over that was made while nothing else ran.
@@ -93,15 +104,18 @@ class ScaleMoves : public runtime::LossScale {
   };
   // A step that was started.
   struct Pending {
-    std::shared_ptr<runtime::StepRun> run;
+    std::shared_ptr<runtime::StepRun> run;  // null: `later` has the decision
+    std::shared_ptr<const LaterDecision> later;
     at::Tensor used;
     ScaleRule rule;
-    bool overflowed;
+    bool overflowed = false;
 
+    device::EventPtr decided() const { return run ? run->decided() : later->over; }
     void decide(Scale& scale) const;
   };
 
-  std::shared_ptr<runtime::StepRun> first_pending() const;
+  // Null: there is none.
+  device::EventPtr first_decision() const;
   at::Tensor copy_of_current() const;
 
   mutable Mutex mutex_;

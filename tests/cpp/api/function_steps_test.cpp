@@ -1,5 +1,8 @@
 #include <roundpipe/roundpipe.h>
 
+#include <cmath>
+#include <limits>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -212,5 +215,81 @@ TEST_SUITE("steps by a function") {
     pair.model.reset();
     CHECK(where != std::this_thread::get_id());
     CHECK(same_state(pair.layers->parameters(), own));
+  }
+
+  TEST_CASE("gradients are clipped before the function, and unscaled: with the bits of a plain loop") {
+    set_devices("virtual:2,debug");
+    at::manual_seed(6);
+    Pair pair;
+    torch::optim::SGD ours(tensors_of(pair.model->optimizer_parameters()), kOptions);
+    torch::optim::SGD theirs(pair.plain->parameters(), kOptions);
+    GradScaler scaler({.init_scale = 1024, .growth_interval = 2});
+    std::vector<double> scales;
+    bool clips = false;
+    for (const double factor : {1.0, 1.0, std::numeric_limits<double>::infinity(), 1.0}) {
+      const Tensor batch = at::randn({6, 5}), labels = at::randn({6, 3});
+      scales.push_back(scaler.get_scale());
+      const auto number = pair.model->calls();
+      pair.model->forward_backward(
+          batch, labels, [&](const Tensor& x, const Tensor& y) { return scaler.scale(square_error(x, y)) * factor; });
+      pair.model->step(
+          [&] {
+            ours.step();
+            ours.zero_grad();
+          },
+          {.asynchronous = false, .max_grad_norm = clips ? std::optional(0.5) : std::nullopt, .scaler = &scaler});
+      if (std::isfinite(factor)) {
+        PlainStep{bodies(pair.plain), square_error, pair.plain->parameters()}.run(*pair.model, number, batch, labels,
+                                                                                  2);
+        if (clips) nn::utils::clip_grad_norm_(pair.plain->parameters(), 0.5);
+        theirs.step();
+        theirs.zero_grad();
+      }
+      CHECK(pair.same());
+      clips = !clips;
+    }
+    CHECK(scales == std::vector<double>{1024, 1024, 2048, 1024});
+    CHECK_THROWS_AS(pair.model->step([] {}, {.max_grad_norm = 0.0}), std::invalid_argument);
+    GradScaler unused;
+    CHECK_THROWS_WITH_AS(pair.model->step([] {}, {.scaler = &unused}), doctest::Contains("no loss yet"),
+                         std::invalid_argument);
+  }
+
+  TEST_CASE("a scale reaches the losses one asynchronous step later, and what raises does not move it") {
+    set_devices("virtual:2");
+    at::manual_seed(7);
+    Pair a, b;
+    const auto own = tensors_of(a.model->optimizer_parameters());
+    GradScaler scaler({.init_scale = 8, .growth_interval = 1});
+    std::vector<double> scales;
+    const auto call = [&](Pair& pair) {
+      scales.push_back(scaler.get_scale());
+      pair.model->forward_backward(at::randn({6, 5}), at::randn({6, 3}),
+                                   [&](const Tensor& x, const Tensor& y) { return scaler.scale(square_error(x, y)); });
+    };
+    const StepOptions options{.scaler = &scaler};
+    const auto nothing = [&] {
+      for (const Tensor& each : own) each.mutable_grad() = Tensor();
+    };
+    for (int step = 0; step < 4; ++step) {
+      call(a);
+      a.model->step(nothing, options);
+    }
+    CHECK(scales == std::vector<double>{8, 8, 16, 32});
+    // The steps of another model wait for the decision, too.
+    scales.clear();
+    call(b);
+    b.model->step([] {}, options);
+    call(b);
+    CHECK(scales == std::vector<double>{64, 128});
+    b.model->synchronize();
+    b.model->step([] {}, options);
+    a.model->synchronize();
+
+    const double before = scaler.state().scale;
+    call(a);
+    a.model->step([] { throw std::runtime_error("mine"); }, options);
+    CHECK_THROWS_WITH(a.model->synchronize(), "mine");
+    CHECK(scaler.state().scale == before);
   }
 }

@@ -490,10 +490,6 @@ def test_eval_mode() -> None:
         model.pipe.forward_backward((torch.ones(1, 2),), loss_fn=lambda outputs, _: outputs.sum())
 
 
-
-
-
-
 # --- models and plans ---
 
 

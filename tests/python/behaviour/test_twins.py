@@ -21,6 +21,7 @@ FACES = {
         *("DeviceMemory", "HostArena", "HostMemory", "HostPrediction", "MemoryPrediction", "Nodes", "Save"),
         *("SaveReport", "Loaded", "StoredCheckpoint", "Step", "Pending", "UpdateRule", "Stages", "Timeline"),
         "FusedSteps",
+        "JointTraining",
     ),
     "a subclass of torch's class, whose names and arguments it has": ("GradScaler", "EmulatedLayer"),
     "pytrees of Python are more than what TensorsOf knows": ("Structure", "Batch"),
@@ -41,10 +42,11 @@ PHRASES = {
     "whether an optimizer steps the model is asked of Python's optimizers in Python": (
         ("roundpipe/runs/model_parts.cpp", PARTS),
         ("roundpipe/runs/save_checkpoint.cpp", PARTS),
-        ("roundpipe/api/host_weights.cpp", PARTS),
+        ("roundpipe/api/model.cpp", PARTS),
     ),
     "advice in the words of the language": (
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/model/step/fused_steps.py"),
+        ("roundpipe/api/model.cpp", "python/roundpipe/model/step/fused_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/model/step/torch_steps.py"),
         ("roundpipe/api/host_weights.cpp", "python/roundpipe/optim/for_model.py"),
         ("roundpipe/runs/model_parts.cpp", "python/roundpipe/model/step/fused_steps.py"),

@@ -119,12 +119,6 @@ def test_what_has_other_rows_than_the_batch_is_replicated(
             assert all(each is value for each in cut)
 
 
-
-
-
-
-
-
 def test_hugging_face_outputs() -> None:
     outputs = pytest.importorskip("transformers.modeling_outputs")
     whole = outputs.CausalLMOutput(logits=torch.randn(4, 3), hidden_states=(torch.randn(4, 2), torch.randn(4, 2)))
@@ -308,8 +302,6 @@ def test_labels_follow_the_rows_of_the_inputs() -> None:
     assert split_label([1, 0, 1, 0], 1, rows=[4]) == [[1, 0, 1, 0]]
     options = [0.1, 0.9], np.ones(4)
     assert split_label((*options, y), 2, rows=[2, 2])[1][:2] == options  # beside tensors
-
-
 
 
 @pytest.mark.parametrize("label", [[0, 1, 1, 0], (0.5, 1.5), ["a", "b"], {"y": [1, 2, 3]}, np.zeros(4)])

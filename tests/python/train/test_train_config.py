@@ -154,5 +154,3 @@ def test_defaults_depend_on_what_is_trained() -> None:
     assert TrainConfig().rule_options["lr"] < TrainConfig(lora=True).rule_options["lr"]
     assert TrainConfig(length=8).tokens_of_step == 64
     assert TrainConfig(length=8, batch_tokens=9).tokens_of_step == 9
-
-
