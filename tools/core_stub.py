@@ -48,6 +48,8 @@ TYPES: dict[tuple[str, ...], str] = {
     ("EMBEDDED",): "list[int]",
     ("EvaluationRecord", "metrics", "return"): "dict[str, typing.Any]",
     ("HostPrediction", "rows", "return"): "dict[str, int]",
+    ("LossCounts", "load", "state"): "dict[str, typing.Any] | None",
+    ("LossCounts", "state", "return"): "dict[str, typing.Any]",
     ("ModelCore", "forward", "return"): _OUTPUTS,
     ("Passage", "with_documents", "of_calls"): "collections.abc.Sequence[Documents | None]",
     ("Passage", "with_documents", "whole"): "Documents | None",
