@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from roundpipe.model.step.fused_optimizer import BoundOptimizer, Step
 
 
+_OF_AN_OPTIMIZER = ("scaler", "max_grad_norm", "lr_scheduler")  # the arguments of its step
+
+
 class SteppedModel(ModelFacade):
     """A model whose weights are updated by its `TorchSteps` or `FusedSteps`."""
 
@@ -75,11 +78,17 @@ class SteppedModel(ModelFacade):
             With an optimizer, the step, with `grad_norm` and `skipped`; else None.
 
         Raises:
+            TypeError: an optimizer's step has no such argument.
             ValueError: the optimizer was not made for this model, or an option does not fit.
             Exception: whatever the last step or work still running raised; this step is then not made. With a function
                 and `is_async=False`, also whatever this step raised.
         """
         if isinstance(step_fn, torch.optim.Optimizer):
+            if unknown := sorted(kwargs.keys() - _OF_AN_OPTIMIZER):
+                raise TypeError(
+                    f"[step] got {', '.join(unknown)}, expected, with an optimizer, no other than is_async, "
+                    f"{', '.join(_OF_AN_OPTIMIZER)}"
+                )
             return self._step_group.step_fused(step_fn, is_async, *args, **kwargs)
         self._claim_steps()
         self._step_group.step(step_fn, is_async, args, kwargs)

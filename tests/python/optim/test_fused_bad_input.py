@@ -96,6 +96,10 @@ def test_stepping(pipe: RoundPipe) -> None:
         (lambda: list(pipe.optim_parameters()), "updates it in place"),
         (lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}), "make a new one"),
     ]
+    with pytest.raises(
+        TypeError, match=r"^\[step\] got asynchronous, expected, with an optimizer, no other than is_async"
+    ):
+        pipe.step(optimizer, asynchronous=False)
     for call, message in refused:
         if message:
             with pytest.raises(ValueError, match=message):
