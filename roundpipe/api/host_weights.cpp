@@ -215,6 +215,7 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
   FusedSteps::Models models;
   FusedSteps::HostParameters host_parameters;
   std::unordered_set<std::string> paths;
+  std::unordered_set<const c10::TensorImpl*> hosted;  // one that has two names is stepped once
   for (const auto& [path, model] : stepped.models) {
     if (model == nullptr)
       throw std::invalid_argument(concat("[optimizer] model '", path, "' is null, expected a model"));
@@ -234,7 +235,13 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
                                          "make it as a torch::nn::Module does"));
     }
     named.emplace_back(name, parameter);
-    host_parameters.push_back({name, parameter});
+    if (hosted.insert(parameter.unsafeGetTensorImpl()).second) host_parameters.push_back({name, parameter});
+  }
+  std::unordered_set<std::string> names;
+  for (const auto& [name, parameter] : named) {
+    if (names.insert(name).second) continue;
+    throw std::invalid_argument(
+        concat("[optimizer] two parameters are named '", name, "', expected a name of its own for each"));
   }
   std::unordered_map<const c10::TensorImpl*, int> groups;
   std::vector<std::vector<at::Tensor>> members(rule.groups.size());

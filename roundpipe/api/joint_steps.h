@@ -21,7 +21,8 @@ class FusedSteps;
 class JointTraining;
 struct FusedRule;
 
-// What the nodes that train one model, or one group of them, agree on. Collective; without other nodes, nothing happens.
+// What the nodes that train one model, or one group of them, agree on. Collective; without other nodes, nothing
+// happens.
 
 // What is stepped.
 struct JointModels {

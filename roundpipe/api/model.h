@@ -153,7 +153,8 @@ class Model : public HostWeights {
   // optimizer_parameters() with any optimizer: it finds their gradients, and clears them. `asynchronous`: the next call
   // still reads the weights from before this step, so the function runs beside it, and the call after reads this
   // step's; else waits for the function. If a call whose gradients it was to use has failed, it does not run. What it
-  // throws is thrown by whatever waits for it: this call if it waits, the next step, or synchronize().
+  // throws is thrown by whatever waits for it: this call if it waits, the next step, or synchronize(). What it refers
+  // to has to live until then.
   void step(std::function<void()> update, bool asynchronous = true);
   // The same with the other options of a step. Before the function, the gradients are clipped and, with a scaler, which
   // then moves as for other steps, unscaled: if one is inf or NaN, the function does not run, and they are dropped.

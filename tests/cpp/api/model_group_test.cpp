@@ -148,6 +148,19 @@ TEST_SUITE("model group") {
       CHECK(at::allclose(whole.parameters()[i], whole.plain_parameters()[i], 1e-5, 1e-6));
   }
 
+  TEST_CASE("a parameter that has two names is stepped once") {
+    set_devices("virtual:1");
+    TwoModels whole;
+    const Tensor& weight = whole.bridge->weight;
+    const ModelGroup group{{{"a", &whole.first}}, {{"one", weight}, {"other", weight}}};
+    Optimizer optimizer(group, torch::optim::SGDOptions(0.5));
+    const Tensor expected = weight.detach() - 0.5 * at::full_like(weight, 2);
+    (weight * 2).sum().backward();
+    optimizer.step({.asynchronous = false});
+    whole.first.synchronize();
+    CHECK(at::equal(weight, expected));
+  }
+
   TEST_CASE("wrong use") {
     set_devices("virtual:1");
     TwoModels whole;
@@ -159,7 +172,11 @@ TEST_SUITE("model group") {
     refused({{{"a", &whole.first}, {"b", &whole.first}}}, "'b' is given twice");
     refused({{{"a", &whole.first}, {"a", &whole.second}}}, "'a' is given twice");
     refused({{{"a", &whole.first}}, {{"sum", whole.bridge->weight + 1}}}, "'sum' of the program is no leaf");
-    refused({{{"a", &whole.first}}, {{"own", whole.decoder->parameters()[0]}}}, "own' of host is in the model second already");
+    const Tensor& weight = whole.bridge->weight;
+    refused({{{"a", &whole.first}}, {{"w", weight}, {"w", whole.bridge->bias}}}, "two parameters are named 'w'");
+    refused({{{"a", &whole.first}}, {{"a.0.weight", weight}}}, "two parameters are named 'a.0.weight'");
+    refused({{{"a", &whole.first}}, {{"own", whole.decoder->parameters()[0]}}},
+            "own' of host is in the model second already");
     Optimizer optimizer(whole.group(), kGroupRule);
     refused({{{"encoder", &whole.first}}}, "first has an Optimizer that steps it together with other");
     TwoModels other;
