@@ -15,15 +15,15 @@
 #include <ATen/Context.h>
 
 #include <roundpipe/api/devices.h>
-#include <roundpipe/files/damage.h>
-#include <roundpipe/files/fall_back.h>
-#include <roundpipe/files/file_system.h>
 #include <roundpipe/command/step_lines.h>
 #include <roundpipe/command/step_record.h>
 #include <roundpipe/command/training_options.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/skipped_steps.h>
+#include <roundpipe/files/damage.h>
+#include <roundpipe/files/fall_back.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/language/layers.h>
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/model_folder.h>

@@ -1,8 +1,8 @@
 #include <torch/csrc/Exceptions.h>
 
-#include <roundpipe/files/damage.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/loss_check.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/schedule/search.h>
 #include <roundpipe/training/host_memory.h>
 

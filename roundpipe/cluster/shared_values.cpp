@@ -8,9 +8,9 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/cluster/message.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 #include <roundpipe/memory/mapped_file.h>
 
 namespace roundpipe::cluster {

@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/runs/run_folders.h>
 
 namespace roundpipe {

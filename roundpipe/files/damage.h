@@ -3,8 +3,8 @@
 #include <string>
 #include <string_view>
 
-#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/file_system.h>
 
 namespace roundpipe::files {
 

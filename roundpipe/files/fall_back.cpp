@@ -3,8 +3,8 @@
 #include <string_view>
 #include <utility>
 
-#include <roundpipe/files/damage.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/damage.h>
 
 namespace roundpipe::files {
 namespace {

@@ -9,12 +9,12 @@
 #include <stdexcept>
 #include <utility>
 
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/manifest.h>
 #include <roundpipe/files/run_state.h>
-#include <roundpipe/core/error.h>
-#include <roundpipe/core/mutex.h>
 
 #include "json_text.h"
 

@@ -8,8 +8,8 @@
 #include <set>
 #include <stdexcept>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 
 #include "json_text.h"
 

@@ -9,9 +9,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 
 namespace roundpipe::files {
 namespace {

@@ -6,8 +6,8 @@
 #include <optional>
 #include <string>
 
-#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/files/file_system.h>
 
 namespace roundpipe::files {
 

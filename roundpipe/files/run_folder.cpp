@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <string_view>
 
-#include <roundpipe/files/steps.h>
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/steps.h>
 
 namespace roundpipe::files {
 namespace {

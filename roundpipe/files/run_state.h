@@ -5,9 +5,9 @@
 #include <string>
 #include <utility>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/run_lock.h>
-#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::files {
 

@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/manifest.h>
 
 namespace roundpipe::files {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include <roundpipe/core/mutex.h>
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/output_file.h>
-#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::files {
 

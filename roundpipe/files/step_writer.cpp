@@ -5,9 +5,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/damage.h>
 #include <roundpipe/files/steps.h>
-#include <roundpipe/core/error.h>
 
 namespace roundpipe::files {
 

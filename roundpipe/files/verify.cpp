@@ -7,10 +7,10 @@
 #include <thread>
 #include <utility>
 
-#include <roundpipe/files/crc32c.h>
-#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/files/crc32c.h>
+#include <roundpipe/files/manifest.h>
 
 namespace roundpipe::files {
 namespace {

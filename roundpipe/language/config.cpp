@@ -4,9 +4,9 @@
 #include <set>
 #include <stdexcept>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/json_text.h>
-#include <roundpipe/core/error.h>
 #include <roundpipe/language/json_fields.h>
 
 namespace roundpipe::language {
@@ -325,8 +325,7 @@ c10::ScalarType parse_dtype(std::string_view name, const std::string& where) {
   if (name == "float32") return at::kFloat;
   if (name == "bfloat16") return at::kBFloat16;
   if (name == "float16") return at::kHalf;
-  throw std::invalid_argument(
-      concat(where, " is '", files::shown(name), "', expected float32, bfloat16 or float16"));
+  throw std::invalid_argument(concat(where, " is '", files::shown(name), "', expected float32, bfloat16 or float16"));
 }
 
 std::string dtype_text(c10::ScalarType dtype) {

@@ -3,8 +3,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
 
 namespace roundpipe::language {
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <stdexcept>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/json_text.h>
-#include <roundpipe/core/error.h>
 #include <roundpipe/language/json_fields.h>
 
 namespace roundpipe {

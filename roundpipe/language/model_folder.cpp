@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/json_text.h>
 #include <roundpipe/files/output_file.h>
-#include <roundpipe/core/error.h>
 #include <roundpipe/language/config.h>
 #include <roundpipe/saving/tensor_files.h>
 

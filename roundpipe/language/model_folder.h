@@ -41,7 +41,6 @@ void write_text(const std::string& folder, const std::string& name, const std::s
                 files::FileSystem& files = files::FileSystem::real());
 
 // Throws std::invalid_argument if write_model_folder would refuse to write there.
-void check_model_folder(const std::string& folder, bool replace,
-                        files::FileSystem& files = files::FileSystem::real());
+void check_model_folder(const std::string& folder, bool replace, files::FileSystem& files = files::FileSystem::real());
 
 }  // namespace roundpipe::language

@@ -9,8 +9,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
 
 namespace roundpipe::language {
 
@@ -110,8 +110,8 @@ WeightFiles::WeightFiles(const std::string& folder, files::FileSystem& files)
   for (const auto& [name, file] : map.items()) {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.file != file.get<std::string>()) {
-      throw Error(concat(where, " says that '", files::shown(name), "' is in ",
-                         files::shown(file.get<std::string>()), ", which has it not; download the model again"));
+      throw Error(concat(where, " says that '", files::shown(name), "' is in ", files::shown(file.get<std::string>()),
+                         ", which has it not; download the model again"));
     }
   }
 }
@@ -122,8 +122,8 @@ void WeightFiles::add_file(const std::string& name) {
     const std::string tensor = entry.name;
     const auto [place, is_new] = tensors_.emplace(tensor, Stored{name, std::move(entry)});
     if (!is_new) {
-      throw Error(concat("[language model] '", files::shown(tensor), "' is in ", place->second.file, " and in ",
-                         name, " of ", folder_, ", expected it once; download the model again"));
+      throw Error(concat("[language model] '", files::shown(tensor), "' is in ", place->second.file, " and in ", name,
+                         " of ", folder_, ", expected it once; download the model again"));
     }
   }
 }

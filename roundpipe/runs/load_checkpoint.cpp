@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include <roundpipe/files/damage.h>
-#include <roundpipe/files/fall_back.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/files/damage.h>
+#include <roundpipe/files/fall_back.h>
 #include <roundpipe/runs/model_parts.h>
 #include <roundpipe/runs/optimizer_options.h>
 #include <roundpipe/runs/random_states.h>

@@ -7,13 +7,13 @@
 #include <utility>
 #include <vector>
 
-#include <roundpipe/files/run_folder.h>
-#include <roundpipe/files/steps.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/files/run_folder.h>
+#include <roundpipe/files/steps.h>
 
 namespace roundpipe {
 

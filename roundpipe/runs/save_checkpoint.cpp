@@ -7,14 +7,14 @@
 
 #include <torch/version.h>
 
-#include <roundpipe/files/json_text.h>
-#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/files/manifest.h>
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/model_parts.h>
 #include <roundpipe/runs/save_work.h>

@@ -8,9 +8,9 @@
 #include <stdexcept>
 #include <thread>
 
-#include <roundpipe/files/steps.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/steps.h>
 #include <roundpipe/memory/host_arena.h>
 #include <roundpipe/memory/host_room.h>
 #include <roundpipe/saving/tensor_files.h>

@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-#include <roundpipe/files/run_folder.h>
 #include <roundpipe/device/event.h>
+#include <roundpipe/files/run_folder.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/saving/contents.h>
@@ -38,7 +38,7 @@ class SaveWork : public std::enable_shared_from_this<SaveWork> {
 
   struct Settings {
     int64_t step = 0;
-    std::string path = {};                            // of the run's folder
+    std::string path = {};                       // of the run's folder
     std::shared_ptr<files::RunFolder> run = {};  // null: not the first rank
     bool overwrite = false;
     std::optional<int64_t> keep_last = std::nullopt;

@@ -9,12 +9,12 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
-#include <roundpipe/files/damage.h>
 #include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/core/loss_chunks.h>
 #include <roundpipe/device/fp16_accumulation.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/runs/load_fused.h>
 #include <roundpipe/runs/random_states.h>
 #include <roundpipe/runtime/engine.h>
@@ -122,10 +122,10 @@ void TrainingLoad::check_groups() const {
     }
     // What a fused optimizer has of each parameter, it has by its name.
     if (fits && left == right) continue;
-    throw std::invalid_argument(concat("[load_checkpoint] group ", i, " of the optimizer in ", stored_.folder(),
-                                       " has other parameters than this one", group_difference(training_.names, there, here),
-                                       ", expected ", training_.words.same_parameters,
-                                       ", and groups in the same order; make the optimizer as it was"));
+    throw std::invalid_argument(
+        concat("[load_checkpoint] group ", i, " of the optimizer in ", stored_.folder(),
+               " has other parameters than this one", group_difference(training_.names, there, here), ", expected ",
+               training_.words.same_parameters, ", and groups in the same order; make the optimizer as it was"));
   }
 }
 

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe {
@@ -34,7 +34,7 @@ std::string index_of(const std::vector<Contents::File>& files) {
   }
   if (weights.empty()) return {};
   return files::print_json_as_python({{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weights)}},
-                                          "save_checkpoint");
+                                     "save_checkpoint");
 }
 
 }  // namespace
@@ -74,9 +74,7 @@ void Contents::copy_plain() {
 }
 
 void Contents::set_states(const ordered_json& common, const ordered_json& own) {
-  const auto text = [](const ordered_json& state) {
-    return files::print_json_as_python(state, "save_checkpoint");
-  };
+  const auto text = [](const ordered_json& state) { return files::print_json_as_python(state, "save_checkpoint"); };
   versions_ = common.at("versions").get<std::map<std::string, std::string>>();
   common_.text = text(common);
   if (size_ == 1) return;

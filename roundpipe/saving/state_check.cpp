@@ -5,8 +5,8 @@
 #include <charconv>
 #include <limits>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
 #include <roundpipe/saving/contents.h>
 
 namespace roundpipe {

@@ -7,9 +7,9 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/fingerprint.h>
+#include <roundpipe/files/json_text.h>
 
 namespace roundpipe {
 

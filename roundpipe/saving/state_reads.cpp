@@ -7,8 +7,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
-#include <roundpipe/files/damage.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/damage.h>
 #include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
@@ -82,8 +82,8 @@ at::Tensor StateReads::whole(const std::string& name, const std::string& kind, a
   } else if (const std::optional<std::vector<int64_t>> strides = stored_.strides(name)) {
     if (!are_dense(shape, *strides)) {
       throw files::damage_of(files::join(stored_.folder(), kStateFile),
-                                  concat("the strides of '", name, "' are ", at::IntArrayRef(*strides),
-                                         " for the shape ", shape, "; it is damaged, use another checkpoint"));
+                             concat("the strides of '", name, "' are ", at::IntArrayRef(*strides), " for the shape ",
+                                    shape, "; it is damaged, use another checkpoint"));
     }
     made = at::empty_strided(shape, *strides, first.dtype);
   } else {
@@ -112,7 +112,7 @@ StateReads::Unit StateReads::unit_of(const std::string& key) const {
       of_codes->second, [&](const Part& part) { return part.first == scale->first && part.count() > 0; });
   if (code == of_codes->second.end() || code->count() < scale->count()) {
     throw files::damage_of(stored_.folder(),
-                                concat("'", codes, "' has other parts than its scales; use another checkpoint"));
+                           concat("'", codes, "' has other parts than its scales; use another checkpoint"));
   }
   const int64_t block = code->count() / scale->count();
   return {key == codes ? 1 : block, block};
@@ -132,9 +132,9 @@ void StateReads::add(const std::string& key, const at::Tensor& flat, ElementsOf 
     found += end - begin;
   }
   if (found == last - first) return;
-  throw files::DamagedCheckpoint(concat("[load_checkpoint] ", stored_.folder(), " has ", found,
-                                             " of the elements ", first, " to ", last, " of '", key,
-                                             "', expected all; it is damaged, use another checkpoint"));
+  throw files::DamagedCheckpoint(concat("[load_checkpoint] ", stored_.folder(), " has ", found, " of the elements ",
+                                        first, " to ", last, " of '", key,
+                                        "', expected all; it is damaged, use another checkpoint"));
 }
 
 void StateReads::read() {

@@ -3,8 +3,8 @@
 #include <array>
 #include <stdexcept>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
 
 namespace roundpipe {
 
@@ -44,8 +44,8 @@ at::ScalarType dtype_of_array(const std::string& name) {
   for (const auto& [own, type] : kTypes) {
     if (name.size() == own.size() + 1 && (name[0] == '<' || name[0] == '|') && name.ends_with(own)) return type;
   }
-  throw std::invalid_argument(concat("[checkpoint] a saved value is a NumPy array of the type ",
-                                     files::shown(name), ", which torch does not have; load it from Python"));
+  throw std::invalid_argument(concat("[checkpoint] a saved value is a NumPy array of the type ", files::shown(name),
+                                     ", which torch does not have; load it from Python"));
 }
 
 }  // namespace

@@ -12,15 +12,15 @@
 
 #include <ATen/ops/empty.h>
 
+#include <roundpipe/core/error.h>
+#include <roundpipe/core/fingerprint.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/damage.h>
 #include <roundpipe/files/json_text.h>
 #include <roundpipe/files/safetensors.h>
 #include <roundpipe/files/steps.h>
 #include <roundpipe/files/verify.h>
-#include <roundpipe/core/error.h>
-#include <roundpipe/core/fingerprint.h>
-#include <roundpipe/core/frontend.h>
 #include <roundpipe/saving/contents.h>
 #include <roundpipe/saving/state_check.h>
 #include <roundpipe/saving/state_encoding.h>
@@ -86,8 +86,7 @@ StoredCheckpoint::StoredCheckpoint(const std::string& folder, Scope scope)
   for (size_t i = 0; i < texts_of_ranks_.size(); ++i) {
     const auto rank = static_cast<int64_t>(i);
     const std::string path = path_of(name_of(kStateFile, rank));
-    states_of_ranks_.push_back(
-        reading(path, [&] { return files::parse_json(texts_of_ranks_[i], path, kLimits); }));
+    states_of_ranks_.push_back(reading(path, [&] { return files::parse_json(texts_of_ranks_[i], path, kLimits); }));
     check_state_of(rank, states_of_ranks_.back());
   }
   if (!states_of_ranks_.empty()) {
@@ -162,7 +161,7 @@ void StoredCheckpoint::add_section(const std::string& file) {
   found.merge(added);
   if (added.empty()) return;
   throw files::damage_of(path_of(file), concat("'", files::shown(added.begin()->first),
-                                                    "' is in another file as well; use another checkpoint"));
+                                               "' is in another file as well; use another checkpoint"));
 }
 
 void StoredCheckpoint::check_state_of(int64_t rank, const json& state) const {

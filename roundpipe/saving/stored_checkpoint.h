@@ -13,8 +13,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/files/manifest.h>
 #include <roundpipe/core/mutex.h>
+#include <roundpipe/files/manifest.h>
 #include <roundpipe/saving/state_value.h>
 #include <roundpipe/saving/tensor_files.h>
 

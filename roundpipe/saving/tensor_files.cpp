@@ -8,10 +8,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/manifest.h>
 #include <roundpipe/files/safetensors.h>
-#include <roundpipe/core/error.h>
 
 namespace roundpipe::saving {
 
@@ -82,8 +82,7 @@ std::map<std::string, const TensorEntry*> by_name(const files::SafetensorsHeader
   return entries;
 }
 
-files::File open_whole(files::FileSystem& files, const std::string& path,
-                            const files::FileRecord& record) {
+files::File open_whole(files::FileSystem& files, const std::string& path, const files::FileRecord& record) {
   files::File file = files.open_to_read(path);
   if (file.size() != record.bytes) {
     throw Error(concat("[checkpoint] ", path, " has ", file.size(), " bytes, expected ", record.bytes,
@@ -182,8 +181,7 @@ void read_tensors(const std::string& folder, const files::FileRecord& record,
   reader.skip_to(record.bytes);
   if (reader.checksum() != record.crc32c) {
     throw Error(concat("[checkpoint] ", path, " has the checksum ", files::format_crc32c(reader.checksum()),
-                       ", expected ", files::format_crc32c(record.crc32c),
-                       "; it is damaged, use another checkpoint"));
+                       ", expected ", files::format_crc32c(record.crc32c), "; it is damaged, use another checkpoint"));
   }
 }
 

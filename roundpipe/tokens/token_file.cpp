@@ -4,10 +4,10 @@
 #include <cstring>
 #include <stdexcept>
 
-#include <roundpipe/files/crc32c.h>
-#include <roundpipe/files/file_system.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
+#include <roundpipe/files/crc32c.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/tokens/header.h>
 
 namespace roundpipe::tokens {

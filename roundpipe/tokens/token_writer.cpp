@@ -6,8 +6,8 @@
 #include <cstring>
 #include <stdexcept>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 #include <roundpipe/tokens/header.h>
 
 namespace roundpipe::tokens {

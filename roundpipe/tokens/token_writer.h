@@ -14,8 +14,7 @@ class TokenWriter {
  public:
   // Throws std::invalid_argument for a vocabulary that is no positive number below 2^31, and Error for a file that
   // cannot be written.
-  TokenWriter(const std::string& path, int64_t vocabulary,
-              files::FileSystem& files = files::FileSystem::real());
+  TokenWriter(const std::string& path, int64_t vocabulary, files::FileSystem& files = files::FileSystem::real());
   TokenWriter(const TokenWriter&) = delete;
   TokenWriter& operator=(const TokenWriter&) = delete;
   ~TokenWriter();

@@ -63,8 +63,7 @@ roundpipe::LanguageBatch read_batch(const std::string& path) {
 void write_tensors(const std::string& path, const NamedTensors& tensors) {
   const auto layout = roundpipe::saving::lay_out(tensors);
   const size_t slash = path.find_last_of('/');
-  files::OutputFile file(files::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1),
-                              layout.file_bytes);
+  files::OutputFile file(files::FileSystem::real(), path.substr(0, slash), path.substr(slash + 1), layout.file_bytes);
   file.write_at(0, layout.header.data(), static_cast<int64_t>(layout.header.size()));
   for (size_t i = 0; i < tensors.size(); ++i) {
     roundpipe::saving::write_tensor({&file, layout.tensors[i].offset}, tensors[i].second);

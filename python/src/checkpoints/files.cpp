@@ -1,8 +1,8 @@
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/manifest.h>
 #include <roundpipe/files/safetensors.h>
 #include <roundpipe/files/verify.h>
-#include <roundpipe/core/frontend.h>
 
 #include "bindings.h"
 #include "interpreter_lock.h"

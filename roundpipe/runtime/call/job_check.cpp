@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <utility>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 
 namespace roundpipe::runtime {
 

@@ -10,7 +10,6 @@
 #include "../local_nodes.h"
 #include "support/chain.h"
 
-
 using namespace roundpipe;
 using namespace roundpipe::support;
 

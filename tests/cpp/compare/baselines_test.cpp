@@ -16,8 +16,8 @@ TEST_CASE("baselines: valid plans that run every microbatch by itself on fixed d
     for (const int devices : {1, 2, 4, 8}) {
       const LayerCosts costs(static_cast<std::size_t>(layers), {.forward_ms = 1, .backward_ms = 2});
       const BaselineSizes sizes = default_sizes(costs, devices);
-      for (const Baseline baseline : {Baseline::kGPipe, Baseline::kOneForwardOneBack,
-                                      Baseline::kInterleaved, Baseline::kLoopedBfs, Baseline::kPublished}) {
+      for (const Baseline baseline : {Baseline::kGPipe, Baseline::kOneForwardOneBack, Baseline::kInterleaved,
+                                      Baseline::kLoopedBfs, Baseline::kPublished}) {
         const Plan plan = baseline_plan(baseline, sizes, layers, devices, 16);
         const bool breadth = baseline == Baseline::kGPipe || baseline == Baseline::kLoopedBfs;
         REQUIRE_NOTHROW(validate(plan, breadth ? PlanMode::kTrain : PlanMode::kFused));

@@ -6,9 +6,9 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/damage.h>
 #include <roundpipe/files/run_folder.h>
-#include <roundpipe/core/error.h>
 
 #include "faulty_files.h"
 

@@ -17,13 +17,13 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/core/clock.h>
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/journal.h>
 #include <roundpipe/files/manifest.h>
 #include <roundpipe/files/run_folder.h>
 #include <roundpipe/files/safetensors.h>
-#include <roundpipe/core/clock.h>
-#include <roundpipe/core/error.h>
 
 #include "faulty_files.h"
 

@@ -11,8 +11,8 @@
 
 #include <doctest/doctest.h>
 
-#include <roundpipe/files/crc32c.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/crc32c.h>
 
 #include "faulty_files.h"
 

@@ -12,12 +12,12 @@
 
 #include <doctest/doctest.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/files/damage.h>
 #include <roundpipe/files/step_files.h>
 #include <roundpipe/files/steps.h>
 #include <roundpipe/files/verify.h>
-#include <roundpipe/core/error.h>
 
 #include "faulty_files.h"
 

@@ -7,8 +7,8 @@
 
 #include <doctest/doctest.h>
 
-#include <roundpipe/files/run_folder.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/run_folder.h>
 
 #include "faulty_files.h"
 

@@ -5,8 +5,8 @@
 
 #include <doctest/doctest.h>
 
-#include <roundpipe/files/json_text.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
 
 using namespace roundpipe;
 

@@ -3,9 +3,9 @@
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
 
+#include <roundpipe/core/error.h>
 #include <roundpipe/files/run_folder.h>
 #include <roundpipe/files/steps.h>
-#include <roundpipe/core/error.h>
 
 #include "faulty_files.h"
 
