@@ -7,6 +7,7 @@
 
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/core/number_text.h>
 #include <roundpipe/optim/option_names.h>
 #include <roundpipe/training/fused_steps.h>
 #include <roundpipe/training/joint_training.h>
@@ -34,7 +35,7 @@ StepOptions agree_on_step(const FusedSteps& steps, optim::Algorithm algorithm,
                           const std::vector<optim::Hyperparameters>& groups, const StepOptions& options,
                           double loss_scale) {
   if (!steps.joint()) return options;
-  const auto number = [](std::optional<double> given) { return given ? shortest(*given) : "none"; };
+  const auto number = [](std::optional<double> given) { return given ? number_text(*given) : "none"; };
   std::vector<cluster::Told> told;
   for (const optim::Hyperparameters& group : groups) told.push_back(describe(algorithm, group));
   const double factor = steps.joint()->step({{"asynchronous", options.asynchronous ? "true" : "false"},

@@ -1,13 +1,13 @@
 #include <roundpipe/command/training_options.h>
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <optional>
 #include <stdexcept>
 
 #include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/number_text.h>
 
 namespace roundpipe {
 
@@ -161,12 +161,6 @@ std::vector<TrainingOption> make_options() {
   };
 }
 
-std::string text_of(double number) {
-  if (std::isnan(number)) return "nan";
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof text, number).ptr};
-}
-
 std::string joined(const Texts& texts, const char* between) {
   std::string all;
   for (const std::string& text : texts) all += (all.empty() ? "" : between) + text;
@@ -220,9 +214,9 @@ void check_range(const TrainingOption& option, const OptionValue& value) {
   const bool is_enough = option.above ? *number > option.least : *number >= option.least;
   const bool is_little = option.below ? *number < option.most : *number <= option.most;
   if (is_enough && is_little && !std::isinf(*number)) return;
-  std::string expected = concat(option.above ? "above " : "at least ", text_of(option.least));
+  std::string expected = concat(option.above ? "above " : "at least ", number_text(option.least));
   if (!std::isinf(option.most))
-    expected += concat(option.below ? " and less than " : " and at most ", text_of(option.most));
+    expected += concat(option.below ? " and less than " : " and at most ", number_text(option.most));
   refuse(option.name, value, expected);
 }
 
@@ -287,7 +281,7 @@ std::string option_flag(std::string_view name) {
 std::string option_text(const OptionValue& value) {
   if (const auto* const flag = std::get_if<bool>(&value)) return *flag ? "true" : "false";
   if (const auto* const count = std::get_if<int64_t>(&value)) return std::to_string(*count);
-  if (const auto* const number = std::get_if<double>(&value)) return text_of(*number);
+  if (const auto* const number = std::get_if<double>(&value)) return number_text(*number);
   if (const auto* const text = std::get_if<std::string>(&value)) return *text;
   const auto* const texts = std::get_if<Texts>(&value);
   return texts == nullptr ? "" : joined(*texts, ",");

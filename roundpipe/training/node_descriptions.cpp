@@ -1,12 +1,11 @@
 #include <roundpipe/training/node_descriptions.h>
 
-#include <array>
-#include <charconv>
 #include <unordered_map>
 
 #include <ATen/Context.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/number_text.h>
 #include <roundpipe/optim/option_names.h>
 
 namespace roundpipe {
@@ -54,17 +53,13 @@ Told describe(const ModelTraits& model, const NamedTensors& parameters, const Na
   return told;
 }
 
-std::string shortest(double number) {
-  std::array<char, 32> text;  // no double needs more than 24
-  return {text.data(), std::to_chars(text.data(), text.data() + text.size(), number).ptr};
-}
-
 Told describe(optim::Algorithm algorithm, const optim::Hyperparameters& options) {
   const optim::OptionNames& names = optim::option_names(algorithm);
   Told told;
-  for (const auto& [name, number] : names.numbers) told.emplace_back(name, shortest(options.*number));
+  for (const auto& [name, number] : names.numbers) told.emplace_back(name, number_text(options.*number));
   for (const auto& [name, pair] : names.pairs) {
-    told.emplace_back(name, concat("(", shortest(options.*pair.first), ", ", shortest(options.*pair.second), ")"));
+    told.emplace_back(name,
+                      concat("(", number_text(options.*pair.first), ", ", number_text(options.*pair.second), ")"));
   }
   for (const auto& [name, flag] : names.flags) told.emplace_back(name, options.*flag ? "true" : "false");
   return told;

@@ -22,8 +22,6 @@ struct ModelTraits {
 cluster::Told describe(const ModelTraits& model, const cluster::NamedTensors& parameters,
                        const cluster::NamedTensors& buffers);
 
-// The shortest text that is this number: "0.1".
-std::string shortest(double number);
 // The options of a group under torch.optim's names, as a C++ program writes them.
 cluster::Told describe(optim::Algorithm algorithm, const optim::Hyperparameters& options);
 
