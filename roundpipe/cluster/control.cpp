@@ -12,6 +12,7 @@
 #include <roundpipe/cluster/differences.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/core/mutex.h>
 #include <roundpipe/device/event.h>
 
@@ -37,7 +38,7 @@ struct Transfer {
       try {
         work();
       } catch (const std::exception& error) {
-        failed.try_emplace(other, error.what());
+        failed.try_emplace(other, frontend().said(error));
       }
     };
     for (int other = 0; other < static_cast<int>(received.size()); ++other) {
@@ -113,11 +114,10 @@ std::vector<std::string> Control::send_all(const std::string& mine, const std::v
   if (!transfer->failed.empty()) {
     std::vector<int> silent;
     for (const auto& [rank, reason] : transfer->failed) silent.push_back(rank);
-    const std::string& reason = transfer->failed.begin()->second;
-    closed_ = concat("[distributed] ", ranks_in_words(silent), " did not answer rank ", rank_, " within ",
-                     std::chrono::duration<double>(timeout_).count(), " s, or has ended (",
-                     reason.substr(0, reason.find('\n')),
-                     "); look at its own output, and start all nodes again from the last checkpoint");
+    closed_ =
+        concat("[distributed] ", ranks_in_words(silent), " did not answer rank ", rank_, " within ",
+               std::chrono::duration<double>(timeout_).count(), " s, or has ended (", transfer->failed.begin()->second,
+               "); look at its own output, and start all nodes again from the last checkpoint");
     throw Error(closed_);
   }
   std::vector<std::string> all;

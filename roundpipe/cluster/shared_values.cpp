@@ -10,6 +10,7 @@
 
 #include <roundpipe/cluster/message.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/files/crc32c.h>
 #include <roundpipe/memory/mapped_file.h>
 
@@ -55,9 +56,7 @@ void send(const std::string& name, const at::Tensor& tensor, c10d::ProcessGroup&
       group.broadcast(tensors)->wait();
     }
   } catch (const std::exception& error) {
-    const std::string reason = error.what();
-    throw Error(concat("[distributed] the values of ", name, " of rank 0 did not arrive (",
-                       reason.substr(0, reason.find('\n')),
+    throw Error(concat("[distributed] the values of ", name, " of rank 0 did not arrive (", frontend().said(error),
                        "); look at the other ranks' output, and start all nodes again"));
   }
   if (content.const_data_ptr() != tensor.const_data_ptr()) tensor.detach().copy_(content);
