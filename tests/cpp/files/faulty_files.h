@@ -1,6 +1,5 @@
 #pragma once
 
-#include <stdlib.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,32 +16,15 @@
 
 #include <roundpipe/files/file_system.h>
 
+#include "../temporary_folder.h"
+
 namespace roundpipe::files::test {
 
 // Where tests sync many small files, which takes a real disk long: in memory, where the system has such a disk.
 inline const std::filesystem::path kMemory =
     ::access("/dev/shm", W_OK) == 0 ? std::filesystem::path("/dev/shm") : std::filesystem::temp_directory_path();
 
-// A folder of this test, removed in the end.
-class TemporaryFolder {
- public:
-  explicit TemporaryFolder(const std::filesystem::path& place = std::filesystem::temp_directory_path())
-      : path_((place / "roundpipe-XXXXXX").string()) {
-    if (::mkdtemp(path_.data()) == nullptr) throw std::runtime_error("no temporary folder");
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-  std::string operator/(const std::string& name) const { return join(path_, name); }
-
- private:
-  std::string path_;
-};
+using support::TemporaryFolder;
 
 // The real file system, with faults. Set them before other threads use it.
 class FaultyFiles : public FileSystem {

@@ -11,34 +11,22 @@
 
 #include <roundpipe/kernels/card/program_cache.h>
 
+#include "../temporary_folder.h"
+
 namespace roundpipe::kernels::card {
 
 namespace fs = std::filesystem;
 
 namespace {
 
-// Removed with all that is in it.
-class Folder {
- public:
-  Folder() {
-    std::string name = (fs::temp_directory_path() / "roundpipe.XXXXXX").string();
-    path_ = mkdtemp(name.data());
-  }
-  ~Folder() { fs::remove_all(path_); }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-
-  fs::path path() const { return path_; }
+struct Folder : support::TemporaryFolder {
   std::vector<fs::path> files() const {
     std::vector<fs::path> all;
-    for (const fs::directory_entry& entry : fs::recursive_directory_iterator(path_)) {
+    for (const fs::directory_entry& entry : fs::recursive_directory_iterator(path())) {
       if (entry.is_regular_file()) all.push_back(entry.path());
     }
     return all;
   }
-
- private:
-  fs::path path_;
 };
 
 class Variable {
@@ -66,7 +54,7 @@ std::string program_of(char letter, std::size_t bytes) { return std::string(byte
 
 TEST_CASE("program cache: what was kept is found, by its key alone") {
   const Folder folder;
-  const ProgramCache cache((folder.path() / "a" / "b").string());
+  const ProgramCache cache(folder / "a/b");
   CHECK_FALSE(cache.find("one"));
   cache.keep("one", program_of('x', 3000));
   cache.keep("two", program_of('y', 10));
@@ -80,7 +68,7 @@ TEST_CASE("program cache: what was kept is found, by its key alone") {
 
 TEST_CASE("program cache: a damaged file, or one of another key, is not found") {
   const Folder folder;
-  const ProgramCache cache(folder.path().string());
+  const ProgramCache cache(folder.path());
   cache.keep("one", program_of('x', 100));
   const fs::path file = folder.files().at(0);
   const auto bytes = fs::file_size(file);
@@ -108,10 +96,10 @@ TEST_CASE("program cache: many writers and readers, and no half file") {
   const std::string program = program_of('x', 200000);
   std::vector<std::thread> threads;
   std::vector<int> wrong(4, 0);
-  ProgramCache(folder.path().string()).keep("one", program);
+  ProgramCache(folder.path()).keep("one", program);
   for (std::size_t i = 0; i < wrong.size(); ++i) {
     threads.emplace_back([&, i] {
-      const ProgramCache cache(folder.path().string());
+      const ProgramCache cache(folder.path());
       for (int round = 0; round < 20; ++round) {
         cache.keep("one", program);
         wrong[i] += cache.find("one") != program;
@@ -125,8 +113,8 @@ TEST_CASE("program cache: many writers and readers, and no half file") {
 
 TEST_CASE("program cache: no folder, or one that cannot be made, keeps nothing and is no error") {
   const Folder folder;
-  std::ofstream(folder.path() / "file") << "x";
-  for (const std::string& path : {std::string(), (folder.path() / "file" / "below").string()}) {
+  std::ofstream(folder / "file") << "x";
+  for (const std::string& path : {std::string(), folder / "file/below"}) {
     const ProgramCache cache(path);
     cache.keep("one", "program");
     CHECK_FALSE(cache.find("one"));

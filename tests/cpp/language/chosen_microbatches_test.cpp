@@ -14,7 +14,7 @@ TEST_CASE("the planner chooses the number of microbatches of a language model, o
   const ModelFolder folder;
   LanguageModelOptions options;
   options.model.run.microbatches = kAutoMicrobatches;
-  LanguageModel model(folder.path.string(), options);
+  LanguageModel model(folder.path(), options);
   LanguageBatch batch;
   batch.ids = (at::arange(6 * 9) * 7).remainder(23).view({6, 9});
   batch.labels = batch.ids.clone();
@@ -29,6 +29,6 @@ TEST_CASE("the planner chooses the number of microbatches of a language model, o
 
   // The same number, asked for, gives the same bits.
   options.model.run.microbatches = *chosen;
-  LanguageModel asked(folder.path.string(), options);
+  LanguageModel asked(folder.path(), options);
   CHECK(asked.forward_backward(batch).loss.item<double>() == loss);
 }

@@ -28,7 +28,7 @@ constexpr int64_t kLabels[] = {3 * 8 - 1, 3 - 1};
 LanguageModel model_in(const ModelFolder& folder) {
   LanguageModelOptions options;
   options.model.run.microbatches = 1;
-  return LanguageModel(folder.path.string(), options);
+  return LanguageModel(folder.path(), options);
 }
 
 std::vector<at::Tensor> weights_of(LanguageModel& model) {

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <unistd.h>
-
-#include <filesystem>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -13,6 +10,8 @@
 #include <roundpipe/language/config.h>
 #include <roundpipe/language/layers.h>
 
+#include "../temporary_folder.h"
+
 namespace roundpipe::support {
 
 inline constexpr const char* kConfig = R"({
@@ -22,23 +21,20 @@ inline constexpr const char* kConfig = R"({
   "tie_word_embeddings": false})";
 
 // The folder of a small model, as transformers writes it.
-struct ModelFolder {
-  ModelFolder() : path(std::filesystem::temp_directory_path() / ("roundpipe-language-" + std::to_string(getpid()))) {
-    std::filesystem::create_directories(path);
-    std::ofstream(path / "config.json") << kConfig;
+struct ModelFolder : TemporaryFolder {
+  ModelFolder() {
+    std::ofstream(*this / "config.json") << kConfig;
     at::manual_seed(3);
     std::vector<files::TensorDescription> described;
     std::string bytes;
-    for (const language::WeightShape& weight : language::weight_shapes(language::read_config(path.string()))) {
+    for (const language::WeightShape& weight : language::weight_shapes(language::read_config(path()))) {
       described.push_back({weight.name, "F32", weight.shape});
       const at::Tensor values = at::randn(weight.shape) * 0.1;
       bytes.append(static_cast<const char*>(values.const_data_ptr()), values.nbytes());
     }
-    std::ofstream(path / "model.safetensors", std::ios::binary)
+    std::ofstream(*this / "model.safetensors", std::ios::binary)
         << files::lay_out_safetensors(described, {{"format", "pt"}}).header << bytes;
   }
-  ~ModelFolder() { std::filesystem::remove_all(path); }
-  const std::filesystem::path path;
 };
 
 }  // namespace roundpipe::support

@@ -5,7 +5,6 @@
 #include <optional>
 
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <roundpipe/files/manifest.h>
 #include <roundpipe/files/run_folder.h>
@@ -16,23 +15,14 @@
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 
+#include "../temporary_folder.h"
+
 using namespace roundpipe;
 using at::Tensor;
 namespace nn = torch::nn;
 namespace fs = std::filesystem;
 
 namespace {
-
-class Folder {
- public:
-  Folder() : path_(fs::temp_directory_path() / concat("roundpipe_runs_", getpid(), "_", ++count_)) {}
-  ~Folder() { fs::remove_all(path_); }
-  std::string path() const { return path_.string(); }
-
- private:
-  static inline int count_ = 0;
-  const fs::path path_;
-};
 
 nn::Sequential mlp(at::ScalarType dtype = at::kFloat) {
   nn::Sequential layers{nn::Linear(5, 9), nn::BatchNorm1d(9), nn::Functional(torch::tanh), nn::Dropout(0.2),
@@ -148,7 +138,7 @@ TEST_SUITE("checkpoint") {
           if (kind.scaled) made->scaler = std::make_unique<GradScaler>(GradScalerOptions{.init_scale = 1 << 14});
           return made;
         };
-        const Folder folder;
+        const support::TemporaryFolder folder;
         std::vector<Tensor> losses, state;
         {
           const auto training = make("virtual:3");
@@ -193,7 +183,7 @@ TEST_SUITE("checkpoint") {
     // 0: as the host has it, 64 MiB.
     for (const auto& [saved, own, after] : {Case{1 << 20, 0, 1 << 20}, Case{0, 0, 0}, Case{0, 1 << 20, 64 << 20},
                                             Case{{}, 0, 0}, Case{1 << 20, {}, {}}}) {
-      const Folder folder;
+      const support::TemporaryFolder folder;
       const auto first = make(saved);
       first->run(1, false);
       save_checkpoint(folder.path(), first->model, first->optimizer).wait();
@@ -235,7 +225,7 @@ TEST_SUITE("checkpoint") {
         }
         return losses;
       };
-      const Folder folder;
+      const support::TemporaryFolder folder;
       nn::Sequential layers = Training::seeded(at::kFloat);
       Model model(layers);
       const auto optimizer = make(layers);
@@ -253,7 +243,7 @@ TEST_SUITE("checkpoint") {
   }
 
   TEST_CASE("a number of microbatches that was chosen is the checkpoint's") {
-    const Folder folder;
+    const support::TemporaryFolder folder;
     set_devices("virtual:2");
     Training training;
     training.model.run_options().microbatches = kAutoMicrobatches;
@@ -306,7 +296,7 @@ TEST_SUITE("checkpoint") {
       for (const bool asynchronous : {true, false}) {
         CAPTURE(asynchronous);
         set_devices("virtual:3");
-        const Folder folder;
+        const support::TemporaryFolder folder;
         Copied training(dtype);
         training.run(3, asynchronous);
         training.call();  // gradients that no step has consumed
@@ -346,7 +336,7 @@ TEST_SUITE("checkpoint") {
     set_devices("virtual:2");
     set_frontend(std::make_unique<Listener>());
     told.clear();
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     for (int i = 0; i < 2; ++i) {
       training.run(1, true);
@@ -370,7 +360,7 @@ TEST_SUITE("checkpoint") {
     set_devices("virtual:2");
     set_frontend(std::make_unique<Listener>());
     told.clear();
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     for (int i = 0; i < 3; ++i) {
       training.run(1, true);
@@ -386,7 +376,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("checkpoints of which none is whole are no reason to begin anew") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     CHECK_FALSE(latest(folder.path()));
     Training training;
     training.run(1, true);
@@ -406,7 +396,7 @@ TEST_SUITE("checkpoint") {
     set_devices("virtual:2");
     set_frontend(std::make_unique<Listener>());
     told.clear();
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     for (int64_t step = 1; step <= 2; ++step) {
       training.run(1, true);
@@ -429,7 +419,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("what does not fit is refused, and nothing is changed") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     training.run(2, true);
     save_checkpoint(folder.path(), training.model, training.optimizer,
@@ -486,7 +476,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("objects that were moved from") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     training.run(1, false);
     Save made = save_checkpoint(folder.path(), training.model, training.optimizer);
@@ -512,7 +502,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("updates wait for the disk when the memory of a save is used up") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     Training training;
     training.run(3, true);
     const Save save = save_checkpoint(folder.path(), training.model, training.optimizer, {.snapshot_memory_bytes = 0});
@@ -525,7 +515,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("a save outlives its model, and the next program goes on") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     std::optional<Save> save;
     {
       Training training;
@@ -540,7 +530,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("a folder that a save makes is the same one for the next, however it is named") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     fs::create_directories(folder.path());
     const fs::path before = fs::current_path();
     fs::current_path(folder.path());
@@ -556,7 +546,7 @@ TEST_SUITE("checkpoint") {
 
   TEST_CASE("frozen parameters of another folder stay out, and are compared") {
     set_devices("virtual:2");
-    const Folder folder;
+    const support::TemporaryFolder folder;
     const auto make = [] {
       at::manual_seed(4);
       nn::Sequential layers = mlp();

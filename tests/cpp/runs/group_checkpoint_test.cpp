@@ -1,7 +1,4 @@
-#include <filesystem>
-
 #include <doctest/doctest.h>
-#include <unistd.h>
 
 #include <roundpipe/roundpipe.h>
 #include <torch/nn/modules/activation.h>
@@ -9,10 +6,11 @@
 #include <torch/nn/modules/dropout.h>
 #include <torch/nn/modules/linear.h>
 
+#include "../temporary_folder.h"
+
 using namespace roundpipe;
 using at::Tensor;
 namespace nn = torch::nn;
-namespace fs = std::filesystem;
 
 namespace {
 
@@ -62,20 +60,11 @@ struct SavedGroup {
   GradScaler scaler{{.init_scale = 64, .growth_interval = 2}};
 };
 
-class GroupFolder {
- public:
-  ~GroupFolder() { fs::remove_all(path_); }
-  std::string path() const { return path_.string(); }
-
- private:
-  const fs::path path_ = fs::temp_directory_path() / concat("roundpipe_group_", getpid());
-};
-
 }  // namespace
 
 TEST_SUITE("checkpoint of a group") {
   TEST_CASE("a training that is loaded goes on with the same bits, on other devices") {
-    const GroupFolder folder;
+    const support::TemporaryFolder folder;
     set_devices("virtual:3");
     at::manual_seed(1);
     SavedGroup whole;
@@ -106,8 +95,25 @@ TEST_SUITE("checkpoint of a group") {
     CHECK(at::equal(part->parameters()[0], fresh.encoder->parameters()[0]));
   }
 
+  TEST_CASE("a parameter of the program may have two names") {
+    const support::TemporaryFolder folder;
+    set_devices("virtual:1");
+    Model encoder(nn::Sequential{nn::Linear(4, 4)});
+    nn::Linear bridge(4, 4);
+    const ModelGroup group{{{"encoder", &encoder}}, {{"one", bridge->weight}, {"other", bridge->weight}}};
+    Optimizer optimizer(group, torch::optim::SGDOptions(0.1));
+    const Tensor saved = bridge->weight.detach().clone();
+    save_checkpoint(folder.path(), group, optimizer, {.step = 1, .wait = true});
+    {
+      const at::NoGradGuard no_grad;
+      bridge->weight.zero_();
+    }
+    load_checkpoint(folder.path(), group, optimizer);
+    CHECK(at::equal(bridge->weight, saved));
+  }
+
   TEST_CASE("what the optimizer does not step is no whole") {
-    const GroupFolder folder;
+    const support::TemporaryFolder folder;
     set_devices("virtual:1");
     SavedGroup whole;
     const auto refused = [&](const ModelGroup& group) {

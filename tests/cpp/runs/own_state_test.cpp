@@ -19,7 +19,7 @@ struct Rank {
   bool has_gradient = false;
 };
 
-std::string saved_by(const SaveFolder& folder, const std::vector<Rank>& ranks) {
+std::string saved_by(const support::TemporaryFolder& folder, const std::vector<Rank>& ranks) {
   const auto size = static_cast<int64_t>(ranks.size());
   std::vector<std::shared_ptr<Contents>> all;
   for (int64_t number = 0; number < size; ++number) {
@@ -43,8 +43,8 @@ std::string saved_by(const SaveFolder& folder, const std::vector<Rank>& ranks) {
     all.push_back(contents);
   }
   Together together(size);
-  for (const auto& work : save_together(folder.path, together, all)) work->wait();
-  return folder.path + "/step-4";
+  for (const auto& work : save_together(folder.path(), together, all)) work->wait();
+  return folder.path() + "/step-4";
 }
 
 std::string refused(const OwnState& own, bool strict) {
@@ -60,7 +60,7 @@ std::string refused(const OwnState& own, bool strict) {
 
 TEST_SUITE("own state") {
   TEST_CASE("as many ranks take their own") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     StoredCheckpoint stored(saved_by(folder, {{.seed = 5, .drawn = 1, .values = {{"z", 1}, {"a", 2}}},
                                               {.seed = 6, .drawn = 2, .values = {{"z", 3}, {"m", 4}}}}));
     for (const int64_t rank : {0, 1}) {
@@ -78,7 +78,7 @@ TEST_SUITE("own state") {
   }
 
   TEST_CASE("others share what was the same on all, and a rank that was there keeps its random states") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     const StateValue same = StateValue::dict({{"rows", at::arange(3)}});
     StoredCheckpoint stored(saved_by(folder, {{.seed = 5, .drawn = 1, .values = {{"position", 1}, {"data", same}}},
                                               {.seed = 6, .drawn = 2, .values = {{"position", 2}, {"data", same}}}}));
@@ -97,18 +97,18 @@ TEST_SUITE("own state") {
   }
 
   TEST_CASE("seeds and random states that all ranks had are those of any") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     StoredCheckpoint stored(saved_by(folder, {{.seed = 5, .drawn = 1}, {.seed = 5, .drawn = 1}}));
     const OwnState own(stored, 2, 3);
     CHECK((own.has_seed("") && own.has_random_states()));
-    const SaveFolder other;
+    const support::TemporaryFolder other;
     StoredCheckpoint alone(saved_by(other, {{.seed = 5, .drawn = 1}}));
     CHECK_FALSE(OwnState(alone, 1, 2).has_seed(""));
     CHECK_FALSE(OwnState(alone, 1, 2).has_random_states());
   }
 
   TEST_CASE("gradients belong to the batches of their ranks") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     StoredCheckpoint stored(saved_by(folder, {{}, {.has_gradient = true}}));
     CHECK(OwnState(stored, 0, 2).gradients().empty());
     CHECK(OwnState(stored, 1, 2).gradients().size() == 1);

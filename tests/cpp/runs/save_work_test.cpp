@@ -39,7 +39,7 @@ std::shared_ptr<Contents> contents_of(int64_t rank = 0, int64_t size = 1, int64_
 
 TEST_SUITE("save work") {
   TEST_CASE("weights are cut into files, with an index, and come back") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     const auto contents = contents_of();
     std::map<std::string, at::Tensor> weights;
     for (int i = 0; i < 5; ++i) {
@@ -47,7 +47,7 @@ TEST_SUITE("save work") {
       weights[name] = at::arange(100, at::kFloat) + i;
       contents->add(kWeights, {name, weights[name].to(at::kBFloat16), std::nullopt, weights[name]});
     }
-    SaveWork::Settings settings = settings_of(folder.path);
+    SaveWork::Settings settings = settings_of(folder.path());
     settings.shard_bytes = 400;
     const auto work = save(std::move(settings), contents);
     CHECK(work->wait().bytes > 1000);
@@ -67,7 +67,7 @@ TEST_SUITE("save work") {
   }
 
   TEST_CASE("an adapter has one file, whatever its size, and what is copied may change") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     const auto contents = std::make_shared<Contents>(0, 1, true);
     for (const char* const name : {"a", "b"}) contents->add(kWeights, {name, at::zeros(100)});
     const std::vector<Contents::File> files = contents->tensor_files(1);
@@ -84,7 +84,7 @@ TEST_SUITE("save work") {
   }
 
   TEST_CASE("ranks write one checkpoint, and each what only it has") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     std::vector<std::shared_ptr<Contents>> contents;
     for (int64_t rank = 0; rank < 2; ++rank) {
       contents.push_back(contents_of(rank, 2));
@@ -94,8 +94,8 @@ TEST_SUITE("save work") {
     }
     contents[1]->leave_out_buffers(contents[0]->buffer_fingerprints());
     Together together(2);
-    for (const auto& work : save_together(folder.path, together, contents)) work->wait();
-    StoredCheckpoint stored(folder.path + "/step-4");
+    for (const auto& work : save_together(folder.path(), together, contents)) work->wait();
+    StoredCheckpoint stored(folder.path() + "/step-4");
     CHECK(stored.nodes() == 2);
     CHECK(stored.section(kWeights).size() == 2);
     CHECK(stored.sections(0).size() == 1);
@@ -108,17 +108,17 @@ TEST_SUITE("save work") {
   }
 
   TEST_CASE("ranks whose common state differs write nothing") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     Together together(2);
-    for (const auto& work : save_together(folder.path, together, {contents_of(0, 2, 7), contents_of(1, 2, 8)}))
+    for (const auto& work : save_together(folder.path(), together, {contents_of(0, 2, 7), contents_of(1, 2, 8)}))
       CHECK_THROWS_WITH_AS(work->wait(), doctest::Contains("differ between rank 0 and rank 1"), Error);
-    CHECK_FALSE(latest(folder.path));
+    CHECK_FALSE(latest(folder.path()));
   }
 
   TEST_CASE("a save that fails tells it unless somebody waits, and leaves nothing") {
-    const SaveFolder folder;
+    const support::TemporaryFolder folder;
     std::string told;
-    SaveWork::Settings settings = settings_of(folder.path);
+    SaveWork::Settings settings = settings_of(folder.path());
     settings.tell = [&](const std::string& line) { told = line; };
     settings.text_of = [](const std::exception_ptr&) { return "[x] it broke"; };
     const auto contents = contents_of();
@@ -128,7 +128,7 @@ TEST_SUITE("save work") {
     CHECK(work->done());
     CHECK(told == "[x] it broke\n[save_checkpoint] step 4 was not saved; training goes on");
     CHECK_THROWS_AS(work->wait(), std::invalid_argument);
-    CHECK_FALSE(latest(folder.path));
+    CHECK_FALSE(latest(folder.path()));
   }
 
   TEST_CASE("a save may hold what the host's budget leaves, and at least two blocks") {

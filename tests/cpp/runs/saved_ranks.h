@@ -2,29 +2,19 @@
 
 #include <atomic>
 #include <barrier>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include <stdlib.h>
-
 #include <roundpipe/core/error.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_work.h>
 
+#include "../temporary_folder.h"
+
 // Saves of contents that a test has made, by one process or by ranks that are threads of it.
 namespace roundpipe {
-
-struct SaveFolder {
-  SaveFolder() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "save_work_XXXXXX").string();
-    path = ::mkdtemp(pattern.data());
-  }
-  ~SaveFolder() { std::filesystem::remove_all(path); }
-  std::string path;
-};
 
 inline SaveWork::Settings settings_of(const std::string& folder) {
   return {.step = 4, .path = folder, .run = run_folder(folder), .tell = [](const std::string&) {}};

@@ -17,7 +17,7 @@ using Pieces = std::vector<Piece>;
 std::string file_of(const TemporaryFolder& folder, const std::vector<int64_t>& lengths) {
   std::vector<std::vector<uint16_t>> documents;
   for (const int64_t length : lengths) documents.emplace_back(static_cast<size_t>(length), uint16_t{1});
-  return write_bytes(folder.file("lengths.tokens"), token_bytes<uint16_t>(documents, 2));
+  return write_bytes(folder / "lengths.tokens", token_bytes<uint16_t>(documents, 2));
 }
 
 std::vector<int64_t> all_of(const TokenFile& file) {

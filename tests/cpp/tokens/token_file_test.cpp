@@ -19,7 +19,7 @@ const std::vector<std::vector<uint16_t>> kShort = {{5, 7, 11}, {13}, {17, 19}};
 // What opening and verifying a file of these bytes says; empty: nothing is wrong.
 std::string said_of(const TemporaryFolder& folder, const std::string& bytes) {
   try {
-    TokenFile(write_bytes(folder.file("some.tokens"), bytes)).verify();
+    TokenFile(write_bytes(folder / "some.tokens", bytes)).verify();
   } catch (const std::invalid_argument& error) {
     return concat("mistake: ", error.what());
   } catch (const Error& error) {
@@ -36,7 +36,7 @@ void check_holds(const std::string& said, const std::string& text) {
 TEST_CASE("token file: tokens of 2 and of 4 bytes, and where documents lie") {
   const TemporaryFolder folder;
   const auto check = [&](const std::string& bytes, int64_t scale) {
-    const TokenFile file(write_bytes(folder.file("three.tokens"), bytes));
+    const TokenFile file(write_bytes(folder / "three.tokens", bytes));
     CHECK(file.tokens() == 6);
     CHECK(file.documents() == 3);
     CHECK(file.vocabulary() == 20 * scale);
@@ -61,7 +61,7 @@ TEST_CASE("token file: tokens of 2 and of 4 bytes, and where documents lie") {
 
 TEST_CASE("token file: one that was moved from") {
   const TemporaryFolder folder;
-  TokenFile file(write_bytes(folder.file("some.tokens"), token_bytes<uint16_t>(kShort, 20)));
+  TokenFile file(write_bytes(folder / "some.tokens", token_bytes<uint16_t>(kShort, 20)));
   const TokenFile owner(std::move(file));
   int64_t token = 0;
   const std::function<void()> uses[] = {
@@ -132,7 +132,7 @@ TEST_CASE("token file: another version, and numbers that no writer makes") {
 
 TEST_CASE("token file: a token beyond the vocabulary is found when it is read") {
   const TemporaryFolder folder;
-  const TokenFile file(write_bytes(folder.file("some.tokens"), token_bytes<uint16_t>(kShort, 19)));
+  const TokenFile file(write_bytes(folder / "some.tokens", token_bytes<uint16_t>(kShort, 19)));
   std::vector<int64_t> tokens(6);
   file.read(0, 5, tokens.data());
   CHECK_THROWS_WITH_AS(file.read(3, 3, tokens.data()), doctest::Contains("token 5 is 19, expected less than 19"),

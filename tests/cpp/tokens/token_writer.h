@@ -11,18 +11,11 @@
 
 #include <roundpipe/files/crc32c.h>
 
+#include "../temporary_folder.h"
+
 namespace roundpipe::tokens {
 
-// A folder that is removed with its contents.
-struct TemporaryFolder {
-  TemporaryFolder() {
-    std::string name = (std::filesystem::temp_directory_path() / "tokens-XXXXXX").string();
-    path = ::mkdtemp(name.data());
-  }
-  ~TemporaryFolder() { std::filesystem::remove_all(path); }
-  std::string file(const std::string& name) const { return (path / name).string(); }
-  std::filesystem::path path;
-};
+using support::TemporaryFolder;
 
 template <typename Number>
 void append(std::string& bytes, Number number) {

@@ -20,11 +20,11 @@ std::string bytes_of(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-bool is_empty(const TemporaryFolder& folder) { return std::filesystem::is_empty(folder.path); }
+bool is_empty(const TemporaryFolder& folder) { return std::filesystem::is_empty(folder.path()); }
 
 TEST_CASE("token writer: the bytes of the format") {
   const TemporaryFolder folder;
-  const std::string path = folder.file("x.tokens");
+  const std::string path = folder / "x.tokens";
   const auto write = [&](const std::vector<std::vector<int64_t>>& documents, int64_t vocabulary) {
     TokenWriter writer(path, vocabulary);
     for (const auto& document : documents) writer.append(document);
@@ -44,7 +44,7 @@ TEST_CASE("token writer: the bytes of the format") {
 
 TEST_CASE("token writer: a document that is refused is not in the file") {
   const TemporaryFolder folder;
-  TokenWriter writer(folder.file("x.tokens"), 20);
+  TokenWriter writer(folder / "x.tokens", 20);
   for (const std::vector<int64_t>& bad : std::vector<std::vector<int64_t>>{{}, {20}, {1, -1}}) {
     CHECK_THROWS_AS(writer.append(bad), std::invalid_argument);
   }
@@ -54,12 +54,12 @@ TEST_CASE("token writer: a document that is refused is not in the file") {
   CHECK(writer.tokens() == 1);
   writer.finish();
   CHECK_THROWS_WITH_AS(writer.append({5}), doctest::Contains("the file is finished"), std::invalid_argument);
-  CHECK(bytes_of(folder.file("x.tokens")) == token_bytes<uint16_t>({{5}}, 20));
+  CHECK(bytes_of(folder / "x.tokens") == token_bytes<uint16_t>({{5}}, 20));
 }
 
 TEST_CASE("token writer: one that is not finished leaves nothing") {
   const TemporaryFolder folder;
-  const std::string path = folder.file("x.tokens");
+  const std::string path = folder / "x.tokens";
   {
     TokenWriter writer(path, 10);
     CHECK_THROWS_WITH_AS(writer.finish(), doctest::Contains("there are no documents"), std::invalid_argument);
