@@ -22,6 +22,47 @@ namespace roundpipe {
 
 using runtime::ModelOptimizer;
 
+namespace {
+
+// Every parameter of what an optimizer is to step, under its names there. Throws std::invalid_argument for no models, a
+// model or a name that is given twice, and parameters that cannot be stepped.
+NamedParameters checked_names(const SteppedWeights& stepped) {
+  if (stepped.models.empty()) throw std::invalid_argument("[optimizer] there are no models, expected at least one");
+  NamedParameters named;
+  std::unordered_set<std::string> paths, names;
+  std::unordered_set<const HostWeights*> models;
+  for (const auto& [path, model] : stepped.models) {
+    if (model == nullptr)
+      throw std::invalid_argument(concat("[optimizer] model '", path, "' is null, expected a model"));
+    model->shared_core();  // refuses one that was moved from
+    if (!paths.insert(path).second || !models.insert(model).second) {
+      throw std::invalid_argument(
+          concat("[optimizer] model '", path, "' is given twice, expected each model once, under a name of its own"));
+    }
+    add_named(named, path, model->parameter_names());
+  }
+  for (const auto& [name, parameter] : stepped.parameters) {
+    if (!parameter.defined() || !parameter.is_cpu() || !parameter.is_leaf() || !parameter.is_floating_point()) {
+      throw std::invalid_argument(concat("[optimizer] parameter '", name,
+                                         "' of the program is no leaf of floating point on the CPU, expected one; "
+                                         "make it as a torch::nn::Module does"));
+    }
+  }
+  add_named(named, "", stepped.parameters);
+  for (const auto& [name, parameter] : named) {
+    if (names.insert(name).second) continue;
+    throw std::invalid_argument(
+        concat("[optimizer] two parameters are named '", name, "', expected a name of its own for each"));
+  }
+  return named;
+}
+
+}  // namespace
+
+void add_named(NamedParameters& all, const std::string& path, const NamedParameters& named) {
+  for (const auto& [name, tensor] : named) all.emplace_back(path.empty() ? name : concat(path, ".", name), tensor);
+}
+
 HostWeights::HostWeights(std::shared_ptr<ModelCore> core, NamedParameters named, NamedParameters buffers)
     : core_(std::move(core)), named_(std::move(named)), buffers_(std::move(buffers)) {
   // Until there is a fused optimizer, a backward leaves its gradients in `.grad`, as it does without a pipeline.
@@ -210,39 +251,11 @@ void HostWeights::step_by(std::function<void()> update, const StepOptions& optio
 std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, const GroupOf& group_of,
                                               const std::function<void()>& accepted, const FusedRule& rule,
                                               std::shared_ptr<cluster::Nodes> nodes) {
-  if (stepped.models.empty()) throw std::invalid_argument("[optimizer] there are no models, expected at least one");
-  NamedParameters named;
+  NamedParameters named = checked_names(stepped);
   FusedSteps::Models models;
   FusedSteps::HostParameters host_parameters;
-  std::unordered_set<std::string> paths;
-  std::unordered_set<const c10::TensorImpl*> hosted;  // one that has two names is stepped once
-  for (const auto& [path, model] : stepped.models) {
-    if (model == nullptr)
-      throw std::invalid_argument(concat("[optimizer] model '", path, "' is null, expected a model"));
-    model->pipeline();
-    if (!paths.insert(path).second || std::ranges::find(models, model->core_) != models.end()) {
-      throw std::invalid_argument(
-          concat("[optimizer] model '", path, "' is given twice, expected each model once, under a name of its own"));
-    }
-    models.push_back(model->core_);
-    for (const auto& [name, parameter] : model->named_)
-      named.emplace_back(path.empty() ? name : concat(path, ".", name), parameter);
-  }
-  for (const auto& [name, parameter] : stepped.parameters) {
-    if (!parameter.defined() || !parameter.is_cpu() || !parameter.is_leaf() || !parameter.is_floating_point()) {
-      throw std::invalid_argument(concat("[optimizer] parameter '", name,
-                                         "' of the program is no leaf of floating point on the CPU, expected one; "
-                                         "make it as a torch::nn::Module does"));
-    }
-    named.emplace_back(name, parameter);
-    if (hosted.insert(parameter.unsafeGetTensorImpl()).second) host_parameters.push_back({name, parameter});
-  }
-  std::unordered_set<std::string> names;
-  for (const auto& [name, parameter] : named) {
-    if (names.insert(name).second) continue;
-    throw std::invalid_argument(
-        concat("[optimizer] two parameters are named '", name, "', expected a name of its own for each"));
-  }
+  for (const auto& [path, model] : stepped.models) models.push_back(model->core_);
+  for (const auto& [name, parameter] : stepped.parameters) host_parameters.push_back({name, parameter});
   std::unordered_map<const c10::TensorImpl*, int> groups;
   std::vector<std::vector<at::Tensor>> members(rule.groups.size());
   for (const auto& [name, parameter] : named) {
@@ -260,8 +273,7 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
     if (model->copies_) {
       throw std::invalid_argument(
           "[optimizer] the model's optimizer_parameters() are in use, expected a model that is stepped in one way "
-          "only; "
-          "call model.step with a function, or make the model again");
+          "only; call model.step with a function, or make the model again");
     }
     if (model->fused_ && !model->fused_->are(models, host_parameters)) {
       throw std::invalid_argument(concat(
@@ -287,8 +299,7 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
     int layers = 0;
     for (const auto& [path, model] : stepped.models) {
       layers += model->pipeline().model().layer_count();
-      for (const auto& [name, buffer] : model->buffers_)
-        buffers.emplace_back(path.empty() ? name : concat(path, ".", name), buffer);
+      add_named(buffers, path, model->buffers_);
     }
     const bool goes_on = steps->joint() && steps->optimizer()->nodes() == nodes;
     joint = agree_on_start({called, layers, named, buffers}, rule, std::move(members), nodes,

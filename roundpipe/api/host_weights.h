@@ -36,6 +36,9 @@ struct SteppedWeights {
   NamedParameters parameters = {};
 };
 
+// Adds tensors of a model under the names that they have in a whole; `path`: of the model there, empty if it is all.
+void add_named(NamedParameters& all, const std::string& path, const NamedParameters& named);
+
 // A model's weights on the host, and who updates them: a fused optimizer that was made for the model or, until there is
 // one, code that changes the parameters themselves, such as torch::optim. The base of Model.
 // Of an object that was moved from, every function but assignment throws std::invalid_argument.

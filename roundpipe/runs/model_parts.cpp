@@ -10,7 +10,6 @@
 #include <roundpipe/runs/torch_optimizer.h>
 #include <roundpipe/runtime/engine.h>
 #include <roundpipe/saving/contents.h>
-#include <roundpipe/training/fused_steps.h>
 
 namespace roundpipe {
 
@@ -32,10 +31,6 @@ TrainedModel parts_of(const std::string& path, Model& model) {
   return parts;
 }
 
-void append(NamedParameters& all, const std::string& path, const NamedParameters& named) {
-  for (const auto& [name, tensor] : named) all.emplace_back(path.empty() ? name : concat(path, ".", name), tensor);
-}
-
 }  // namespace
 
 ModelGroup group_of(Model& model) { return {{{"", &model}}}; }
@@ -49,11 +44,11 @@ std::vector<TrainedModel> parts_of(const ModelGroup& group) {
 ModelNames names_of(const ModelGroup& group, const LeavesOut& leaves_out) {
   NamedParameters parameters, buffers;
   for (const auto& [path, model] : group.models) {
-    append(parameters, path, model->parameter_names());
-    append(buffers, path, model->buffer_names());
+    add_named(parameters, path, model->parameter_names());
+    add_named(buffers, path, model->buffer_names());
   }
-  append(parameters, "", group.parameters);
-  append(buffers, "", group.buffers);
+  add_named(parameters, "", group.parameters);
+  add_named(buffers, "", group.buffers);
   return {parameters, buffers, leaves_out};
 }
 
@@ -112,12 +107,16 @@ std::vector<GivenValue> schedules_of(const Optimizer& optimizer) {
            /*is_state_dict=*/true}};
 }
 
-bool steps_all_of(const FusedSteps& steps, const ModelGroup& group) {
+FusedSteps::Models cores_of(const ModelGroup& group) {
   FusedSteps::Models models;
-  FusedSteps::HostParameters parameters;
   for (const auto& [path, model] : group.models) models.push_back(model->shared_core());
+  return models;
+}
+
+bool steps_all_of(const FusedSteps& steps, const ModelGroup& group) {
+  FusedSteps::HostParameters parameters;
   for (const auto& [name, parameter] : group.parameters) parameters.push_back({name, parameter});
-  return steps.are(models, parameters);
+  return steps.are(cores_of(group), parameters);
 }
 
 void require_whole_optimizer(const char* where, const ModelGroup& group, const Optimizer& optimizer) {

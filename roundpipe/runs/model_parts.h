@@ -7,6 +7,7 @@
 #include <roundpipe/runs/capture.h>
 #include <roundpipe/runs/model_names.h>
 #include <roundpipe/runs/trained_parts.h>
+#include <roundpipe/training/fused_steps.h>
 
 // What models and their optimizer are, for checkpoints.
 namespace roundpipe {
@@ -28,6 +29,7 @@ TrainedOptimizer parts_of(const torch::optim::Optimizer& optimizer, const char* 
 // The schedule of the learning rate, as torch's LambdaLR keeps it; nothing if there is none.
 std::vector<GivenValue> schedules_of(const Optimizer& optimizer);
 
+FusedSteps::Models cores_of(const ModelGroup& group);
 // Whether it steps these models and parameters, and nothing else.
 bool steps_all_of(const FusedSteps& steps, const ModelGroup& group);
 // Throws std::invalid_argument, for `where`, unless the optimizer steps the whole, nothing else, and keeps all of its

@@ -153,16 +153,6 @@ std::shared_ptr<Capture> capture_of(const ModelGroup& group, const SaveOptions& 
   return capture;
 }
 
-// The smallest limit of a model; unset: there is none.
-std::optional<int64_t> host_budget(const ModelGroup& group) {
-  std::optional<int64_t> smallest;
-  for (const auto& [path, model] : group.models) {
-    const std::optional<int64_t> own = model->core().memory().budget().host_bytes;
-    if (own) smallest = std::min(*own, smallest.value_or(*own));
-  }
-  return smallest;
-}
-
 Save save(const std::string& folder, const ModelGroup& group, const SaveOptions& options, const Saved& saved) {
   const double began_ms = now_ms();
   SaveWork::Settings settings{.step = saved.step,
@@ -176,7 +166,7 @@ Save save(const std::string& folder, const ModelGroup& group, const SaveOptions&
   for (const auto& [path, model] : group.models) wait_for_save(*model);
   const auto memory = std::make_shared<saving::SnapshotMemory>(
       options.snapshot_memory_bytes ? *options.snapshot_memory_bytes
-                                    : default_snapshot_bytes(pipelines_of(group), host_budget(group)));
+                                    : default_snapshot_bytes(pipelines_of(group), host_budget(cores_of(group))));
   const std::shared_ptr<Capture> capture = capture_of(group, options, saved, memory);
   // What no snapshot stands at may be read until this returns, not longer.
   const bool is_plain = saved.fused == nullptr;

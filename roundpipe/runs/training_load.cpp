@@ -82,8 +82,10 @@ void TrainingLoad::check() {
   if (has_optimizer) check_groups();
 }
 
+namespace {
+
 // " ('a' is in this one alone)": the first parameter that is in one group only; empty: there is none.
-static std::string group_difference(const ModelNames& names, const json& saved, const std::vector<at::Tensor>& own) {
+std::string group_difference(const ModelNames& names, const json& saved, const std::vector<at::Tensor>& own) {
   std::set<std::string> left, right;
   for (const json& name : saved) {
     if (!name.is_null()) left.insert(name.get<std::string>());
@@ -99,6 +101,8 @@ static std::string group_difference(const ModelNames& names, const json& saved, 
   }
   return "";
 }
+
+}  // namespace
 
 void TrainingLoad::check_groups() const {
   const json& saved = stored_.state().at("optimizer").at("param_groups");

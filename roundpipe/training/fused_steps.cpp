@@ -1,6 +1,7 @@
 #include <roundpipe/training/fused_steps.h>
 
 #include <algorithm>
+#include <unordered_set>
 
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
@@ -18,10 +19,19 @@ OptimizerMemory memory_of(const FusedRule& rule, int nodes) {
   return memory;
 }
 
+FusedSteps::HostParameters each_once(const FusedSteps::HostParameters& parameters) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  FusedSteps::HostParameters kept;
+  for (const memory::NamedTensor& parameter : parameters) {
+    if (known.insert(parameter.tensor.unsafeGetTensorImpl()).second) kept.push_back(parameter);
+  }
+  return kept;
+}
+
 }  // namespace
 
-FusedSteps::FusedSteps(Models models, HostParameters host_parameters)
-    : models_(std::move(models)), host_parameters_(std::move(host_parameters)) {
+FusedSteps::FusedSteps(Models models, const HostParameters& host_parameters)
+    : models_(std::move(models)), host_parameters_(each_once(host_parameters)) {
   for (const auto& model : models_) pipelines_.push_back(model->pipeline());
 }
 
@@ -29,15 +39,20 @@ bool FusedSteps::are(const Models& models, const HostParameters& host_parameters
   const auto same = [](const memory::NamedTensor& a, const memory::NamedTensor& b) {
     return a.name == b.name && a.tensor.is_same(b.tensor);
   };
-  return models == models_ && std::ranges::equal(host_parameters, host_parameters_, same);
+  return models == models_ && std::ranges::equal(each_once(host_parameters), host_parameters_, same);
+}
+
+std::optional<int64_t> host_budget(const FusedSteps::Models& models) {
+  std::optional<int64_t> smallest;
+  for (const auto& model : models) {
+    const std::optional<int64_t> own = model->memory().budget().host_bytes;
+    if (own) smallest = std::min(*own, smallest.value_or(*own));
+  }
+  return smallest;
 }
 
 void FusedSteps::require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const {
-  std::optional<int64_t> budget;
-  for (const auto& model : models_) {
-    const std::optional<int64_t> own = model->memory().budget().host_bytes;
-    if (own) budget = std::min(*own, budget.value_or(*own));
-  }
+  const std::optional<int64_t> budget = host_budget(models_);
   if (!budget) return;
   const auto predict = [&](const OptimizerMemory& optimizer) {
     HostPrediction all;

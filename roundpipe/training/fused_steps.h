@@ -35,7 +35,8 @@ class FusedSteps {
   // The group of each trained parameter; negative: it is not trained.
   using GroupOf = std::function<int(const at::Tensor& parameter)>;
 
-  FusedSteps(Models models, HostParameters host_parameters);
+  // Host parameters are stepped once each, by the first of their names.
+  FusedSteps(Models models, const HostParameters& host_parameters);
 
   // Throws BudgetExceeded, in the name of `where`, if a model's budget of the host has no room for them all with this
   // optimizer, whose state so many `nodes` share; `name`: what is said not to fit.
@@ -94,5 +95,8 @@ class FusedSteps {
   bool hides_weights_ = false;
   bool is_behind_ = false;
 };
+
+// The smallest limit of a model on the host; unset: none has one.
+std::optional<int64_t> host_budget(const FusedSteps::Models& models);
 
 }  // namespace roundpipe
