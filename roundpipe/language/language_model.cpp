@@ -49,6 +49,11 @@ void check_tensor(const char* where, const char* name, const Tensor& tensor, con
   if (!tensor.is_cpu()) refuse(where, name, " are on ", tensor.device(), ", expected them on the host");
 }
 
+// How many labels count, all of them behind the first token of a row.
+int64_t counted_in(const Tensor& labels) {
+  return labels.slice(1, 1).ne(language::kIgnoredLabel).sum().item<int64_t>();
+}
+
 void check_range(const char* where, const char* name, const Tensor& tensor, int64_t end) {
   if (tensor.scalar_type() != at::kLong) {
     refuse(where, name, " have the dtype ", tensor.scalar_type(), ", expected Long (int64); cast them");
@@ -210,8 +215,7 @@ Tokens LanguageModel::Core::checked(const char* where, const LanguageBatch& batc
   check_range(where, "the labels", batch.labels.where(counts, 0), config.vocabulary);
   tokens.labels = batch.labels;
   tokens.chunk_logit_bytes = model->run_options().chunk_logit_bytes.value_or(0);
-  tokens.counted = batch.counted;
-  if (batch.counted == 0) tokens.counted = counts.slice(1, 1).sum().item<int64_t>();
+  tokens.counted = batch.counted != 0 ? batch.counted : counted_in(batch.labels);
   if (tokens.counted <= 0) refuse(where, "no label counts, expected at least one behind the first token of a row");
   return tokens;
 }
@@ -219,9 +223,9 @@ Tokens LanguageModel::Core::checked(const char* where, const LanguageBatch& batc
 Microbatches<Tokens> LanguageModel::Core::to_train(const char* where, const LanguageBatch& batch, CallCount* count) {
   Tokens tokens = checked(where, batch, true);
   if (count != nullptr) {
-    const auto labels = batch.labels.slice(1, 1).ne(language::kIgnoredLabel).sum().item<int64_t>();
-    const auto items = batch.counted == 0 ? std::nullopt : std::optional(static_cast<double>(batch.counted));
-    tokens.counted = static_cast<int64_t>(count->total(labels, items));
+    const bool is_given = batch.counted != 0;
+    const auto items = is_given ? std::optional(static_cast<double>(batch.counted)) : std::nullopt;
+    tokens.counted = static_cast<int64_t>(count->total(is_given ? counted_in(batch.labels) : tokens.counted, items));
   }
   tokens.training = true;
   const detail::Batch whole = detail::batch_of(std::move(tokens), /*is_call=*/false);
