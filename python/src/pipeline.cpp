@@ -71,7 +71,7 @@ struct LaterScale {
 
 // Tensors are copied on the way in and out: one that Python has seen takes the interpreter lock when it is dropped.
 std::optional<at::Tensor> seen(const at::Tensor& tensor) {
-  return tensor.defined() ? std::optional(tensor.detach()) : std::nullopt;
+  return tensor.defined() ? std::optional(tensor) : std::nullopt;
 }
 
 void bind_loss_scale(py::module_& module) {
