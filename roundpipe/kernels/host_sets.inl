@@ -5,6 +5,7 @@
 #include <roundpipe/kernels/teams.inl>
 
 #include <roundpipe/kernels/cross_entropy.inl>
+#include <roundpipe/kernels/encodings.inl>
 #include <roundpipe/kernels/gates.inl>
 #include <roundpipe/kernels/rms_norm.inl>
 #include <roundpipe/kernels/rotary.inl>

@@ -69,11 +69,8 @@ void run_kernel(const Kernel& kernel, const Tensor& beside) {
   run(entry_of<Kernel>(), &kernel, beside.device());
 }
 
-// Whether torch's own operators compute: where no kernels run. Warns once for each reason. Refuses dtypes that the
-// kernels do not know, wherever they run.
-bool falls_back(const char* where, const Tensor& tensor) {
-  if (tensor.numel() == 0) return false;
-  for_dtype(where, tensor.scalar_type(), [](auto) {});
+// Whether torch's own operators compute: where no kernels run. Warns once for each reason.
+bool falls_back(const Tensor& tensor) {
   const std::string why = why_no_kernels(tensor.device());
   if (why.empty()) return false;
   static Mutex mutex;
@@ -90,6 +87,13 @@ bool falls_back(const char* where, const Tensor& tensor) {
   return true;
 }
 
+// The same. Refuses dtypes that the kernels do not know, wherever they run.
+bool falls_back(const char* where, const Tensor& tensor) {
+  if (tensor.numel() == 0) return false;
+  for_dtype(where, tensor.scalar_type(), [](auto) {});
+  return falls_back(tensor);
+}
+
 // A kernel over rows of a width, one or more of them an item.
 template <typename Kernel>
 Kernel over_rows(Int64 items, Int64 width) {
@@ -102,8 +106,8 @@ Kernel over_rows(Int64 items, Int64 width) {
 
 // A kernel over elements that have no rows.
 template <typename Kernel>
-Kernel over_pieces(Int64 all) {
-  Kernel kernel = over_rows<Kernel>((all + kPiece - 1) / kPiece, kPiece);
+Kernel over_pieces(Int64 all, Int64 piece = kPiece) {
+  Kernel kernel = over_rows<Kernel>((all + piece - 1) / piece, piece);
   kernel.all = all;
   return kernel;
 }
@@ -395,6 +399,101 @@ Tensor& add_to(Tensor& sums, const Tensor& addends) {
   return sums;
 }
 
+// Calls run(Form()) for the kernels' type of this form.
+template <typename Run>
+void for_form(const char* where, std::string_view form, Run&& run) {
+  if (form == "nf4") return run(Nf4());
+  if (form == "mxfp4") return run(Mxfp4());
+  if (form == "int8") return run(Int8());
+  refuse(where, "the form is '", form, "', expected nf4, mxfp4 or int8");
+}
+
+template <typename Form>
+constexpr at::ScalarType kCodes = Form::kInByte == 1 ? at::kChar : at::kByte;
+template <typename Form>
+constexpr at::ScalarType kScales = std::is_same_v<typename Form::Scale, float> ? at::kFloat : at::kByte;
+
+// The number of blocks.
+Int64 checked_blocks(const char* where, Int64 all, Int64 width, Int64 block) {
+  constexpr Int64 kMost = 1 << 16;
+  const bool is_row = block == width && width > 0;
+  if (!is_row && (block < kVector || block > kMost || !std::has_single_bit(static_cast<std::uint64_t>(block)))) {
+    refuse(where, "a block has ", block, " numbers, expected those of a row, or a power of two from ", kVector, " to ",
+           kMost);
+  }
+  return (all + block - 1) / block;
+}
+
+Tensor decode_numbers(const Tensor& given_codes, const Tensor& given_scales, std::string_view form, int64_t block,
+                      at::ScalarType dtype) {
+  constexpr const char* kWhere = "decode";
+  check_device(kWhere, given_codes, given_scales);
+  Tensor numbers;
+  for_form(kWhere, form, [&]<typename Form>(Form) {
+    if (given_codes.dim() < 1 || given_codes.scalar_type() != kCodes<Form> ||
+        given_scales.scalar_type() != kScales<Form>) {
+      refuse(kWhere, "got codes ", given_codes.scalar_type(), " ", given_codes.sizes(), " and scales ",
+             given_scales.scalar_type(), ", expected ", kCodes<Form>, " of one dimension at least and ", kScales<Form>);
+    }
+    std::vector<int64_t> sizes = given_codes.sizes().vec();
+    sizes.back() *= Form::kInByte;
+    const Int64 all = given_codes.numel() * Form::kInByte, blocks = checked_blocks(kWhere, all, sizes.back(), block);
+    if (given_scales.numel() != blocks) {
+      refuse(kWhere, "there are ", given_scales.numel(), " scales for ", all, " numbers, expected ", blocks,
+             ": one for ", block, " of them");
+    }
+    for_dtype(kWhere, dtype, [&]<typename T>(T) {
+      const Tensor codes = given_codes.contiguous(), scales = given_scales.contiguous();
+      numbers = at::empty(sizes, codes.options().dtype(dtype));
+      if (!has_values(numbers)) return;
+      if (falls_back(numbers)) return plain::decode(codes, scales, form, block, numbers);
+      auto kernel = block == sizes.back() ? over_rows<Decode<Form, T>>(blocks, block)
+                                          : over_pieces<Decode<Form, T>>(all, std::max<Int64>(kPiece, block));
+      kernel.aligned = are_aligned(kernel.width, {&codes, &numbers});
+      kernel.block = static_cast<int>(block);
+      kernel.codes = static_cast<const unsigned char*>(codes.const_data_ptr());
+      kernel.scales = read_of<typename Form::Scale>(scales);
+      kernel.values = write_of<T>(numbers);
+      run_kernel(kernel, numbers);
+    });
+  });
+  return numbers;
+}
+
+std::tuple<Tensor, Tensor> encode_numbers(const Tensor& given, std::string_view form, int64_t block) {
+  constexpr const char* kWhere = "encode";
+  Tensor codes, scales;
+  for_form(kWhere, form, [&]<typename Form>(Form) {
+    if (given.dim() < 1 || given.size(-1) % Form::kInByte != 0) {
+      refuse(kWhere, "the numbers have shape ", given.sizes(), ", expected a last dimension that is a multiple of ",
+             Form::kInByte);
+    }
+    for_dtype(kWhere, given.scalar_type(), [&]<typename T>(T) {
+      const Int64 blocks = checked_blocks(kWhere, given.numel(), given.size(-1), block);
+      const Tensor numbers = given.contiguous();
+      std::vector<int64_t> sizes = numbers.sizes().vec();
+      sizes.back() /= Form::kInByte;
+      codes = at::empty(sizes, numbers.options().dtype(kCodes<Form>));
+      scales = at::empty({blocks}, numbers.options().dtype(kScales<Form>));
+      if (!has_values(numbers)) return;
+      if (falls_back(numbers)) {  // once for each weight, so that it may take its time
+        const auto [on_host, their_scales] = encode_numbers(numbers.cpu(), form, block);
+        codes.copy_(on_host);
+        scales.copy_(their_scales);
+        return;
+      }
+      auto kernel = over_rows<Encode<Form, T>>(blocks, block);
+      kernel.all = numbers.numel();
+      kernel.aligned = are_aligned(kernel.width, {&numbers});
+      kernel.values = read_of<T>(numbers);
+      kernel.codes = static_cast<unsigned char*>(codes.mutable_data_ptr());
+      kernel.scales = write_of<typename Form::Scale>(scales);
+      run_kernel(kernel, numbers);
+    });
+  });
+  return {codes, scales};
+}
+
 }  // namespace
 
 void add_kernel_calls(torch::Library& library) {
@@ -405,6 +504,8 @@ void add_kernel_calls(torch::Library& library) {
   library.impl("_gate_backward", gate_backward);
   library.impl("cross_entropy_", token_losses);
   library.impl("add_wide_", add_to);
+  library.impl("decode", decode_numbers);
+  library.impl("encode", encode_numbers);
 }
 
 }  // namespace roundpipe::kernels

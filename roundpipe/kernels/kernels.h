@@ -52,6 +52,18 @@ at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, int64_t 
 // sums += addends, for fp32 sums and addends of one of the dtypes; both contiguous. Not differentiable, likewise.
 void add_wide_(at::Tensor& sums, const at::Tensor& addends);
 
+// How numbers are encoded: "nf4", "mxfp4" or "int8" of encodings.inl, with a scale for `block` numbers in row-major
+// order, of which a row's last dimension has a whole number or which are a multiple of 8; int8: a block is a row.
+struct EncodedNumbers {
+  at::Tensor codes;   // uint8: [..., half of the last dimension] of 4-bit codes, the shape of the numbers for int8
+  at::Tensor scales;  // [blocks]: fp32, uint8 for mxfp4
+};
+// Not differentiable: numbers that require a gradient are an error. The last dimension of numbers with 4-bit codes is
+// even.
+EncodedNumbers encode(const at::Tensor& numbers, std::string_view form, int64_t block);
+// The numbers in `dtype`. Gradients do not pass.
+at::Tensor decode(const EncodedNumbers& encoded, std::string_view form, int64_t block, c10::ScalarType dtype);
+
 // The kernels' source for compilers of cards at run time, for ROUNDPIPE_ON_CARD. It includes nothing. Its entries have
 // names such as "rms_norm_bf16" and take the struct of that kernel.
 std::string_view card_source();

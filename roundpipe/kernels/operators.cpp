@@ -177,6 +177,20 @@ Tensor& undifferentiable_add_wide(Tensor& sums, const Tensor& addends) {
   return sums;
 }
 
+std::tuple<Tensor, Tensor> undifferentiable_encode(const Tensor& numbers, std::string_view form, int64_t block) {
+  refuse_gradients("encode", numbers);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  auto [codes, scales] = encode(numbers, form, block);
+  return {std::move(codes), std::move(scales)};
+}
+
+Tensor undifferentiable_decode(const Tensor& codes, const Tensor& scales, std::string_view form, int64_t block,
+                               at::ScalarType dtype) {
+  refuse_gradients("decode", scales);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return decode({codes, scales}, form, block, dtype);
+}
+
 }  // namespace
 
 TORCH_LIBRARY(roundpipe, library) {
@@ -188,6 +202,8 @@ TORCH_LIBRARY(roundpipe, library) {
   library.def("clamped_gate(Tensor gate_up, float alpha, float limit) -> Tensor", differentiable_clamped_gate);
   library.def("cross_entropy_(Tensor(a!) logits, Tensor labels, int ignore_index, bool writes_gradient) -> Tensor");
   library.def("add_wide_(Tensor(a!) sums, Tensor addends) -> Tensor(a!)");
+  library.def("encode(Tensor numbers, str form, int block) -> (Tensor, Tensor)");
+  library.def("decode(Tensor codes, Tensor scales, str form, int block, ScalarType dtype) -> Tensor");
   library.def("_rms_norm(Tensor input, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor, Tensor)");
   library.def(
       "_rms_norm_backward(Tensor normed_gradient, Tensor? sum_gradient, Tensor input, Tensor weight, Tensor scales, "
@@ -201,6 +217,8 @@ TORCH_LIBRARY(roundpipe, library) {
 TORCH_LIBRARY_IMPL(roundpipe, Autograd, library) {
   library.impl("cross_entropy_", undifferentiable_cross_entropy);
   library.impl("add_wide_", undifferentiable_add_wide);
+  library.impl("encode", undifferentiable_encode);
+  library.impl("decode", undifferentiable_decode);
 }
 TORCH_LIBRARY_IMPL(roundpipe, CPU, library) { add_kernel_calls(library); }
 TORCH_LIBRARY_IMPL(roundpipe, Meta, library) { add_kernel_calls(library); }
@@ -247,6 +265,19 @@ Tensor cross_entropy_(Tensor& logits, const Tensor& labels, int64_t ignore_index
 void add_wide_(Tensor& sums, const Tensor& addends) {
   static const auto op = operator_of<Tensor&(Tensor&, const Tensor&)>("roundpipe::add_wide_");
   op.call(sums, addends);
+}
+
+EncodedNumbers encode(const Tensor& numbers, std::string_view form, int64_t block) {
+  static const auto op =
+      operator_of<std::tuple<Tensor, Tensor>(const Tensor&, std::string_view, int64_t)>("roundpipe::encode");
+  auto [codes, scales] = op.call(numbers, form, block);
+  return {std::move(codes), std::move(scales)};
+}
+
+Tensor decode(const EncodedNumbers& encoded, std::string_view form, int64_t block, at::ScalarType dtype) {
+  static const auto op =
+      operator_of<Tensor(const Tensor&, const Tensor&, std::string_view, int64_t, at::ScalarType)>("roundpipe::decode");
+  return op.call(encoded.codes, encoded.scales, form, block, dtype);
 }
 
 }  // namespace roundpipe::kernels

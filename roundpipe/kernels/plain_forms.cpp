@@ -1,10 +1,14 @@
 #include <roundpipe/kernels/plain_forms.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <vector>
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+
+#include <roundpipe/kernels/host_sets.inl>
 
 namespace roundpipe::kernels::plain {
 
@@ -125,6 +129,52 @@ Tensor token_losses(const Tensor& logits, const Tensor& labels, int64_t ignore_i
 void add_to(const Tensor& sums, const Tensor& addends) {
   const BelowAutograd below;
   sums.add_(addends);
+}
+
+namespace {
+
+template <typename Form>
+Tensor table_of(c10::Device device) {
+  std::array<float, 16> values;
+  for (unsigned code = 0; code < values.size(); ++code) values[code] = Form::value(code);
+  return at::tensor(values, at::kFloat).to(device);
+}
+
+// 2^(scale - 127); NaN for 255.
+Tensor powers_of_two(const Tensor& scales) {
+  const Tensor exponents = scales.to(at::kInt);
+  const Tensor plain = exponents.bitwise_left_shift(23).view(at::kFloat);
+  const Tensor small = at::where(exponents == 0, Mxfp4::factor(0), plain);
+  return at::where(exponents == 255, Mxfp4::factor(255), small);
+}
+
+// fp32 numbers of 4-bit codes.
+template <typename Form>
+Tensor looked_up(const Tensor& codes, bool high_first) {
+  const Tensor high = codes.bitwise_right_shift(4), low = codes.bitwise_and(15);
+  const Tensor both = high_first ? at::stack({high, low}, -1) : at::stack({low, high}, -1);
+  return table_of<Form>(codes.device()).index({both.flatten().to(at::kLong)});
+}
+
+}  // namespace
+
+void decode(const Tensor& codes, const Tensor& scales, std::string_view form, int64_t block, const Tensor& numbers) {
+  constexpr int64_t kAtATime = 1 << 22;
+  const BelowAutograd below;
+  const bool is_packed = form != "int8";
+  const Tensor flat = numbers.view({-1}), flat_codes = codes.view({-1});
+  const int64_t all = flat.numel(), blocks = std::max<int64_t>(1, kAtATime / block);
+  for (int64_t begin = 0; begin < all; begin += blocks * block) {
+    const int64_t end = std::min(all, begin + blocks * block);
+    const Tensor part = is_packed ? flat_codes.slice(0, begin / 2, end / 2) : flat_codes.slice(0, begin, end);
+    const Tensor given = scales.slice(0, begin / block, begin / block + blocks);
+    const Tensor factors = form == "mxfp4" ? powers_of_two(given) : given;
+    const Tensor values = form == "nf4"     ? looked_up<Nf4>(part, true)
+                          : form == "mxfp4" ? looked_up<Mxfp4>(part, false)
+                                            : part.to(at::kFloat);
+    const Tensor each = factors.unsqueeze(1).expand({-1, block}).reshape(-1).slice(0, 0, end - begin);
+    flat.slice(0, begin, end).copy_(values * each);
+  }
 }
 
 }  // namespace roundpipe::kernels::plain

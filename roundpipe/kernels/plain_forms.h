@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <string_view>
 #include <tuple>
 
 #include <ATen/core/Tensor.h>
@@ -25,5 +26,8 @@ std::tuple<at::Tensor, at::Tensor> gate_backward(const at::Tensor& gradient, con
                                                  double limit);
 at::Tensor token_losses(const at::Tensor& logits, const at::Tensor& labels, int64_t ignore_index, bool writes_gradient);
 void add_to(const at::Tensor& sums, const at::Tensor& addends);
+// Into contiguous `numbers`, with the kernels' bits; a few megabytes of them at a time.
+void decode(const at::Tensor& codes, const at::Tensor& scales, std::string_view form, int64_t block,
+            const at::Tensor& numbers);
 
 }  // namespace roundpipe::kernels::plain

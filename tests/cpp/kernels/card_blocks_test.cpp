@@ -40,6 +40,7 @@ std::barrier block_barrier(roundpipe::kernels::kBlockThreads);
 #include <roundpipe/kernels/teams.inl>
 
 #include <roundpipe/kernels/cross_entropy.inl>
+#include <roundpipe/kernels/encodings.inl>
 #include <roundpipe/kernels/gates.inl>
 #include <roundpipe/kernels/rms_norm.inl>
 #include <roundpipe/kernels/rotary.inl>
@@ -106,6 +107,12 @@ class Case {
     T* const first = reinterpret_cast<T*>(memory_.data() + used_);
     for (Int64 i = 0; i < count; ++i) round_to(first[i], static_cast<float>(random_() % 2001) / 500.0f - 2.0f);
     take(count * static_cast<Int64>(sizeof(T)));
+    return first;
+  }
+  unsigned char* bytes(Int64 count) {
+    auto* const first = reinterpret_cast<unsigned char*>(memory_.data() + used_);
+    for (Int64 i = 0; i < count; ++i) first[i] = static_cast<unsigned char>(random_());
+    take(count);
     return first;
   }
   Int64* labels(Int64 count, Int64 end) {
@@ -232,6 +239,36 @@ TEST_CASE("blocks: rotary positions, gates and sums in fp32") {
   sum.kernel.sums = sum.numbers<float>(kAll);
   sum.kernel.addends = sum.numbers<BFloat16>(kAll);
   sum.compare("add_wide_bf16", add_wide_bf16);
+}
+
+TEST_CASE("blocks: encoded numbers") {
+  constexpr int kBlock = 64, kBlocks = 41, kAll = kBlock * kBlocks - 20;
+  Case<Encode<Nf4, BFloat16>> encode(kBlocks, kBlock);
+  encode.kernel.all = kAll;
+  encode.kernel.values = encode.numbers<BFloat16>(kAll);
+  encode.kernel.codes = encode.bytes(kAll / 2);
+  encode.kernel.scales = encode.numbers<float>(kBlocks);
+  encode.compare("encode_nf4_bf16", encode_nf4_bf16);
+  Case<Decode<Mxfp4, Float16>> decode(2, kMostLanes * kVector);
+  decode.kernel.all = kAll;
+  decode.kernel.block = kBlock;
+  decode.kernel.codes = decode.bytes(kAll / 2);
+  decode.kernel.scales = decode.bytes(kBlocks);
+  decode.kernel.values = decode.numbers<Float16>(kAll);
+  decode.compare("decode_mxfp4_fp16", decode_mxfp4_fp16);
+  for (const auto [items, width] : kRows) {
+    Case<Encode<Int8, float>> to_bytes(items, width);
+    to_bytes.kernel.values = to_bytes.numbers<float>(items * width);
+    to_bytes.kernel.codes = to_bytes.bytes(items * width);
+    to_bytes.kernel.scales = to_bytes.numbers<float>(items);
+    to_bytes.compare("encode_int8_fp32", encode_int8_fp32);
+    Case<Decode<Int8, BFloat16>> back(items, width);
+    back.kernel.block = width;
+    back.kernel.codes = back.bytes(items * width);
+    back.kernel.scales = back.numbers<float>(items);
+    back.kernel.values = back.numbers<BFloat16>(items * width);
+    back.compare("decode_int8_bf16", decode_int8_bf16);
+  }
 }
 
 }  // namespace roundpipe::card_kernels
