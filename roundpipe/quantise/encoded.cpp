@@ -1,0 +1,42 @@
+#include <roundpipe/quantise/encoded.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::quantise {
+
+std::vector<int64_t> Encoded::sizes() const {
+  std::vector<int64_t> sizes = encoding_.format->sizes_of(parts_.at(0).sizes());
+  if (encoding_.transposed) std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
+  return sizes;
+}
+
+std::vector<Encoded> Encoded::select(const std::vector<int64_t>& indices) const {
+  const auto [format, parts] = encoding_.format->flat(parts_);
+  const at::Tensor &codes = parts[0], &scales = parts[1];
+  const int64_t count = codes.size(0), blocks = scales.numel() / count;
+  const std::vector<int64_t> one = format->sizes_of(codes.sizes().slice(1));
+  if (format->parts(one)[1].sizes[0] * count != scales.numel()) {
+    throw std::invalid_argument(concat("[quantise] a block of ", format->name(), " has numbers of two matrices ", one,
+                                       ", expected whole blocks in each; keep this tensor as it is"));
+  }
+  Encoding encoding = encoding_;
+  encoding.format = format;
+  std::vector<Encoded> found;
+  for (const int64_t index : indices) {
+    found.emplace_back(encoding, std::vector{codes.select(0, index), scales.narrow(0, index * blocks, blocks)});
+  }
+  return found;
+}
+
+at::Tensor Encoded::values() const {
+  const at::NoGradGuard no_grad;
+  const at::Tensor values = encoding_.format->decode(parts_, encoding_.dtype);
+  return encoding_.transposed ? values.transpose(-2, -1).contiguous() : values;
+}
+
+}  // namespace roundpipe::quantise

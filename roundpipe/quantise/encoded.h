@@ -1,0 +1,39 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <roundpipe/quantise/format.h>
+
+namespace roundpipe::quantise {
+
+// How a tensor is encoded.
+struct Encoding {
+  const Format* format = nullptr;
+  c10::ScalarType dtype = c10::ScalarType::BFloat16;  // of its numbers: bf16, fp16 or fp32
+  bool transposed = false;                            // whether its last two dimensions are exchanged in the parts
+};
+
+// An encoded tensor. It keeps no decoded numbers. Its parts are handles: whoever has them may point them elsewhere.
+class Encoded {
+ public:
+  Encoded(Encoding encoding, std::vector<at::Tensor> parts) : encoding_(encoding), parts_(std::move(parts)) {}
+
+  const Encoding& encoding() const { return encoding_; }
+  const std::vector<at::Tensor>& parts() const { return parts_; }
+  // Of the tensor.
+  std::vector<int64_t> sizes() const;
+  // These ones of its first dimension. Throws std::invalid_argument if a block has numbers of two of them.
+  std::vector<Encoded> select(const std::vector<int64_t>& indices) const;
+  // Its numbers, in new memory, without autograd.
+  at::Tensor values() const;
+
+ private:
+  Encoding encoding_;
+  std::vector<at::Tensor> parts_;
+};
+
+}  // namespace roundpipe::quantise

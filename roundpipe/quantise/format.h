@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+namespace roundpipe::quantise {
+
+// One of the tensors that hold an encoded one.
+struct Part {
+  std::string suffix;  // of its name, behind that of the tensor: "_codes", "_scale"
+  c10::ScalarType dtype;
+  std::vector<int64_t> sizes;
+};
+
+// A published way to store a tensor in fewer bits: codes, and a scale for each block of numbers in row-major order.
+// Thread safety: any thread.
+class Format {
+ public:
+  virtual ~Format() = default;
+  virtual std::string_view name() const = 0;
+  // Why a tensor of these sizes has no such form, to follow its name; empty: it has one.
+  virtual std::string reason_against(at::IntArrayRef sizes) const = 0;
+  // Of its parts, in their order, see Part.
+  virtual std::vector<std::string> suffixes() const = 0;
+  // What holds a tensor of these sizes. REQUIRES: there is no reason against it.
+  virtual std::vector<Part> parts(at::IntArrayRef sizes) const = 0;
+  // The sizes of the tensor whose codes have these.
+  virtual std::vector<int64_t> sizes_of(at::IntArrayRef codes) const = 0;
+  // The parts of bf16, fp16 or fp32 numbers, on their device. Throws std::invalid_argument for sizes that it has no
+  // form for, and if a number is not finite.
+  virtual std::vector<at::Tensor> encode(const at::Tensor& numbers) const = 0;
+  // The same tensor by codes and plain scales alone: a format that has no others, and its parts.
+  virtual std::pair<const Format*, std::vector<at::Tensor>> flat(const std::vector<at::Tensor>& parts) const = 0;
+  // The numbers, in new memory, rounded to `dtype` (bf16, fp16 or fp32) once. Without autograd. Throws
+  // std::invalid_argument for parts that do not fit each other.
+  virtual at::Tensor decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const = 0;
+};
+
+// "nf4": blocks of 64 with fp32 scales, 4.5 bits a number; Dettmers et al., "QLoRA: Efficient Finetuning of Quantized
+//   LLMs", 2023.
+// "nf4-double": the same with scales of 8 bits (section 3 there), 4.13 bits a number.
+// "mxfp4": blocks of 32 in a row with scales that are powers of two, 4.25 bits a number; "OCP Microscaling Formats (MX)
+//   Specification", 1.0, 2023.
+// "int8": a scale for each row, 8 bits a number.
+// Throws std::invalid_argument for other names.
+const Format& find_format(std::string_view name);
+// Their names.
+std::vector<std::string> format_names();
+
+}  // namespace roundpipe::quantise
