@@ -196,8 +196,9 @@ Tensor mlp_of(const DecoderConfig& config, const DecoderWeights& weights, const 
     return mixture_of_experts(config, moe, experts, tokens.contiguous(), nullptr, arithmetic);
   };
   std::vector<Tensor> parameters;
-  for (const Tensor& each : {moe.gate_up, moe.gate_up_bias, moe.down, moe.down_bias, moe.router.weight}) {
-    if (each.defined()) parameters.push_back(each);
+  for (const ops::Weight& each :
+       {moe.gate_up, ops::Weight(moe.gate_up_bias), moe.down, ops::Weight(moe.down_bias), moe.router.weight}) {
+    if (each.defined()) parameters.insert(parameters.end(), each.parts().begin(), each.parts().end());
   }
   if (moe.router.bias) parameters.push_back(*moe.router.bias);
   return ops::chunked_map(body, hidden, parameters, {.chunk_tokens = inputs.mlp_chunk_tokens});
@@ -216,7 +217,8 @@ Tensor rms_norm(const Tensor& hidden, const Tensor& weight, double eps, bool sca
   return scales_in_float ? (weight * states).to(dtype) : weight * states.to(dtype);
 }
 
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors) {
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<Tensor>& tensors,
+                                    const Encodings& encodings) {
   if (names.size() != tensors.size()) {
     throw std::invalid_argument(
         concat("[decoder] there are ", names.size(), " names for ", tensors.size(), " weights, expected one for each"));
@@ -235,8 +237,15 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
     }
     return found;
   };
+  const auto weight = [&](const std::string& name) -> ops::Weight {
+    const auto encoding = encodings.find(name);
+    if (encoding == encodings.end()) return find(name, true);
+    std::vector<Tensor> parts;
+    for (const std::string& suffix : encoding->second.format->suffixes()) parts.push_back(find(name + suffix, true));
+    return quantise::Encoded(encoding->second, std::move(parts));
+  };
   const auto projection = [&](const std::string& name) {
-    ops::Projection made{find(name + ".weight", true)};
+    ops::Projection made{weight(name + ".weight")};
     if (Tensor bias = find(name + ".bias", false); bias.defined()) made.bias = std::move(bias);
     return made;
   };
@@ -265,12 +274,13 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
   weights.key_norm = find("self_attn.k_norm.weight", false);
   weights.sinks = find("self_attn.sinks", false);
   weights.post_norm = find("post_attention_layernorm.weight", true);
-  if (Tensor gate_up = find("mlp.experts.gate_up_proj", false); gate_up.defined()) {
+  const std::string experts = "mlp.experts.gate_up_proj";
+  if (encodings.contains(experts) || std::ranges::find(names, experts) != names.end()) {
     const bool named_gate = std::ranges::find(names, "mlp.gate.weight") != names.end();
     MoeWeights& moe = weights.moe.emplace();
     moe.router = projection(named_gate ? "mlp.gate" : "mlp.router");
-    moe.gate_up = std::move(gate_up);
-    moe.down = find("mlp.experts.down_proj", true);
+    moe.gate_up = weight(experts);
+    moe.down = weight("mlp.experts.down_proj");
     moe.gate_up_bias = find("mlp.experts.gate_up_proj_bias", false);
     moe.down_bias = find("mlp.experts.down_proj_bias", false);
   } else {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -48,11 +49,15 @@ struct DecoderWeights {
   std::optional<MoeWeights> moe;
 };
 
+// By name: the weights that are encoded. Instead of such a weight there are its parts, with the suffixes of the format.
+using Encodings = std::map<std::string, quantise::Encoding>;
+
 // Takes the weights by their names in transformers' layers, such as "self_attn.q_proj.weight". `names` and `tensors`
 // have equal lengths. A projection has the adapter of PEFT's names that is there: "self_attn.q_proj.lora_A.weight", or
 // "self_attn.q_proj.lora_A.default.weight" beside "self_attn.q_proj.base_layer.weight"; see set_lora(). Throws
 // std::invalid_argument, with the name, if one is missing, unknown or there twice.
-DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors);
+DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors,
+                                    const Encodings& encodings = {});
 
 // Sets the numbers of the adapters that the layer has.
 void set_lora(DecoderWeights& weights, const LoraNumbersOfLayer& numbers);

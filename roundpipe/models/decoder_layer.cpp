@@ -11,8 +11,9 @@ namespace {
 
 class DecoderCode final : public NativeCode {
  public:
-  DecoderCode(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters, FindDecoderCall call)
-      : call_(std::move(call)), weights_(find_decoder_weights(names, parameters)) {}
+  DecoderCode(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters, FindDecoderCall call,
+              const Encodings& encodings)
+      : call_(std::move(call)), weights_(find_decoder_weights(names, parameters, encodings)) {}
 
   void configure(const std::shared_ptr<const void>& config) override {
     config_ = std::static_pointer_cast<const DecoderConfig>(config);
@@ -57,8 +58,9 @@ class DecoderCode final : public NativeCode {
 }  // namespace
 
 std::unique_ptr<NativeCode> make_decoder_code(const std::vector<std::string>& names,
-                                              const std::vector<at::Tensor>& parameters, FindDecoderCall call) {
-  return std::make_unique<DecoderCode>(names, parameters, std::move(call));
+                                              const std::vector<at::Tensor>& parameters, FindDecoderCall call,
+                                              const Encodings& encodings) {
+  return std::make_unique<DecoderCode>(names, parameters, std::move(call), encodings);
 }
 
 }  // namespace roundpipe::models

@@ -39,6 +39,7 @@ using FindDecoderCall = std::function<const DecoderCall*(const runtime::Values&)
 // Makes a decoder layer's code. `names`: of the parameters, as find_decoder_weights() knows them. Configurations are
 // DecoderConfigs.
 std::unique_ptr<NativeCode> make_decoder_code(const std::vector<std::string>& names,
-                                              const std::vector<at::Tensor>& parameters, FindDecoderCall call);
+                                              const std::vector<at::Tensor>& parameters, FindDecoderCall call,
+                                              const Encodings& encodings = {});
 
 }  // namespace roundpipe::models

@@ -39,7 +39,7 @@ class HeadCode final : public NativeCode {
       if (call->share) loss = loss.mul(*call->share);
       outputs.tensors.push_back(std::move(loss));
     } else {
-      logits = at::linear(hidden, weights_.head.weight, weights_.head.bias);
+      logits = at::linear(hidden, weights_.head.weight.values(), weights_.head.bias);
     }
     if (logits.defined()) outputs.tensors.push_back(std::move(logits));
     return outputs;

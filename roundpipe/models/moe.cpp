@@ -11,6 +11,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/kernels/kernels.h>
+#include <roundpipe/ops/encoded_product.h>
 #include <roundpipe/ops/grouped_product.h>
 
 namespace roundpipe::models {
@@ -28,7 +29,7 @@ struct Routing {
 };
 
 Routing route(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, Tensor* router_logits) {
-  const Tensor logits = at::linear(tokens, weights.router.weight, weights.router.bias);
+  const Tensor logits = at::linear(tokens, weights.router.weight.values(), weights.router.bias);
   if (router_logits != nullptr) *router_logits = logits;
   if (config.shares == Shares::kSoftmaxOfChosen) {
     const auto [values, indices] = at::topk(logits, config.top_k, -1);
@@ -131,11 +132,16 @@ Tensor by_expert(const MoeConfig& config, const MoeWeights& weights, const Tenso
   const auto of_hit = [&](const Tensor& stacked) {
     return stacked.defined() ? MatricesOf::apply(stacked, hit) : variable_list(hit.size());
   };
-  const variable_list gate_up = of_hit(weights.gate_up), gate_up_bias = of_hit(weights.gate_up_bias);
-  const variable_list down = of_hit(weights.down), down_bias = of_hit(weights.down_bias);
-  const auto product = [&](const Tensor& states, const Tensor& matrix, const Tensor& bias) {
-    if (!config.clamped) return at::linear(states, matrix, bias.defined() ? std::optional(bias) : std::nullopt);
-    const Tensor result = at::matmul(states, matrix);
+  const auto matrices_of_hit = [&](const ops::Weight& stacked) -> std::vector<ops::Weight> {
+    if (stacked.is_encoded()) return stacked.select(hit);
+    const variable_list plain = of_hit(stacked.values());
+    return {plain.begin(), plain.end()};
+  };
+  const std::vector<ops::Weight> gate_up = matrices_of_hit(weights.gate_up), down = matrices_of_hit(weights.down);
+  const variable_list gate_up_bias = of_hit(weights.gate_up_bias), down_bias = of_hit(weights.down_bias);
+  const auto product = [&](const Tensor& states, const ops::Weight& matrix, const Tensor& bias) {
+    if (!config.clamped) return ops::project(states, {matrix, bias.defined() ? std::optional(bias) : std::nullopt});
+    const Tensor result = ops::times(states, matrix);
     return bias.defined() ? result + bias : result;
   };
   Tensor result = at::zeros_like(tokens);
@@ -163,7 +169,7 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   // histc takes no integers on the host.
   const Tensor counted = sorted.to(sorted.is_cpu() || sorted.is_mps() ? at::kFloat : at::kInt);
   const Tensor ends = at::cumsum(at::histc(counted, experts, 0, experts - 1), 0, at::kInt);
-  const auto product = [&](const Tensor& states, const Tensor& stacked, const Tensor& bias) {
+  const auto product = [&](const Tensor& states, const ops::Weight& stacked, const Tensor& bias) {
     const Tensor biases = bias.defined() ? bias.index({sorted}) : bias;
     const ops::Stacked way = config.clamped ? ops::Stacked::kInputsFirst : ops::Stacked::kOutputsFirst;
     Tensor result = ops::grouped_product(states.to(stacked.scalar_type()), stacked, ends, way);
@@ -177,16 +183,31 @@ Tensor grouped(const MoeConfig& config, const MoeWeights& weights, const Tensor&
   return summed(config, tokens, weighted.index({back}));
 }
 
+// Each row of `states` by the matrix of its expert.
+Tensor batched_product(const Tensor& states, const ops::Weight& stacked, const Tensor& chosen, bool inputs_first) {
+  const auto times = [=](const Tensor& given, const Tensor& matrices, bool first) {
+    return first ? at::bmm(given.unsqueeze(1), matrices).squeeze(1)
+                 : at::bmm(matrices, given.unsqueeze(-1)).squeeze(-1);
+  };
+  if (!stacked.is_encoded()) return times(states, stacked.parts()[0].index({chosen}), inputs_first);
+  ops::ProductWay way;
+  way.forward = [=](const Tensor& given, const Tensor& numbers, const auto&) {
+    return times(given, numbers.index({chosen}), inputs_first);
+  };
+  way.backward = [=](const Tensor& gradient, const Tensor& numbers) {
+    return times(gradient, numbers.index({chosen}).transpose(1, 2), inputs_first);
+  };
+  return ops::encoded_product(states, stacked, std::move(way));
+}
+
 Tensor batched(const MoeConfig& config, const MoeWeights& weights, const Tensor& tokens, const Routing& routing,
                Arithmetic arithmetic) {
   const Tensor own = tokens.repeat_interleave(config.top_k, 0);
   const Tensor chosen = routing.experts.reshape(-1);
   const Tensor shares = routing.weights.reshape(-1);
-  const auto product = [&](const Tensor& states, const Tensor& stacked, const Tensor& bias) {
-    const Tensor matrices = stacked.index({chosen});
+  const auto product = [&](const Tensor& states, const ops::Weight& stacked, const Tensor& bias) {
     const Tensor biases = bias.defined() ? bias.index({chosen}) : bias;
-    Tensor result = config.clamped ? at::bmm(states.unsqueeze(1), matrices).squeeze(1)
-                                   : at::bmm(matrices, states.unsqueeze(-1)).squeeze(-1);
+    Tensor result = batched_product(states, stacked, chosen, config.clamped.has_value());
     return biases.defined() ? result.add_(biases) : result;
   };
   Tensor states = gated(config, arithmetic, product(own, weights.gate_up, weights.gate_up_bias));

@@ -39,8 +39,8 @@ struct MoeConfig {
 // have not.
 struct MoeWeights {
   ops::Projection router;        // [experts, width]
-  at::Tensor gate_up;            // [experts, 2 * inner, width]: the gate's rows, then the other's
-  at::Tensor down;               // [experts, width, inner]
+  ops::Weight gate_up;           // [experts, 2 * inner, width]: the gate's rows, then the other's
+  ops::Weight down;              // [experts, width, inner]
   at::Tensor gate_up_bias = {};  // [experts, 2 * inner]
   at::Tensor down_bias = {};     // [experts, width]
 };

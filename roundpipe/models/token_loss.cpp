@@ -38,13 +38,14 @@ Tensor token_loss(const Tensor& hidden, const ops::Projection& head, const Tenso
     chunks.arithmetic = options.arithmetic;
     chunks.sums_products = true;
     chunks.chunk_logit_bytes = options.chunk_logit_bytes;
-    const Tensor sum =
-        ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight, head.bias, shifted, chunks).sum;
+    const Tensor sum = ops::linear_cross_entropy(hidden.reshape({-1, hidden.size(-1)}), head.weight.values(), head.bias,
+                                                 shifted, chunks)
+                           .sum;
     if (!options.mean) return sum;
     const Tensor count = shifted.ne(kIgnoredLabel).sum();
     return sum.div(chunked ? count.clamp(1) : count);  // of no labels, NaN as without chunks
   }
-  const Tensor all = at::linear(hidden, head.weight, head.bias);
+  const Tensor all = at::linear(hidden, head.weight.values(), head.bias);
   if (logits != nullptr) *logits = all;
   return at::cross_entropy_loss(all.to(at::kFloat).view({-1, vocabulary}), shifted, {},
                                 options.mean ? at::Reduction::Mean : at::Reduction::Sum, kIgnoredLabel);

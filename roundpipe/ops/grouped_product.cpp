@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <roundpipe/ops/encoded_product.h>
+
 namespace roundpipe::ops {
 
 using at::Tensor;
@@ -119,13 +121,43 @@ bool is_plain(const Tensor& rows, const Tensor& matrices, const Tensor& ends) {
   return ends.size(0) == matrices.size(0) && matrices.size(1) % aligned == 0 && matrices.size(2) % aligned == 0;
 }
 
+bool fits(const Tensor& rows, const Tensor& matrices, bool outputs_first) {
+  return matrices.dim() == 3 && rows.dim() == 2 && matrices.size(outputs_first ? 2 : 1) == rows.size(1);
+}
+
+Tensor without_host_product(const Tensor& rows, const Tensor& matrices, const Tensor& ends, bool outputs_first) {
+  return at::_grouped_mm(rows, outputs_first ? matrices.transpose(-2, -1) : matrices, ends);
+}
+
+// Without a graph.
+Tensor product_of(const Tensor& rows, const Tensor& matrices, const Tensor& ends, bool outputs_first) {
+  if (fits(rows, matrices, outputs_first) && is_plain(rows, matrices, ends))
+    return times_matrices(rows, matrices, ends, outputs_first);
+  return without_host_product(rows, matrices, ends, outputs_first);
+}
+
+Tensor encoded_grouped_product(const Tensor& rows, const Weight& matrices, const Tensor& ends, bool outputs_first) {
+  ProductWay way;
+  way.forward = [=](const Tensor& given, const Tensor& numbers, const auto&) {
+    return product_of(given, numbers, ends, outputs_first);
+  };
+  way.backward = [=](const Tensor& gradient, const Tensor& numbers) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return product_of(gradient.contiguous(), numbers, ends, !outputs_first);
+  };
+  way.autocasts = false;
+  return encoded_product(rows, matrices, std::move(way));
+}
+
 }  // namespace
 
-Tensor grouped_product(const Tensor& rows, const Tensor& matrices, const Tensor& ends, Stacked stacked) {
+Tensor grouped_product(const Tensor& rows, const Weight& weight, const Tensor& ends, Stacked stacked) {
   const bool outputs_first = stacked == Stacked::kOutputsFirst;
-  const bool fits = matrices.dim() == 3 && rows.dim() == 2 && matrices.size(outputs_first ? 2 : 1) == rows.size(1);
-  if (fits && is_plain(rows, matrices, ends)) return HostProduct::apply(rows, matrices, ends, outputs_first);
-  return at::_grouped_mm(rows, outputs_first ? matrices.transpose(-2, -1) : matrices, ends);
+  if (weight.is_encoded()) return encoded_grouped_product(rows, weight, ends, outputs_first);
+  const Tensor& matrices = weight.parts()[0];
+  if (fits(rows, matrices, outputs_first) && is_plain(rows, matrices, ends))
+    return HostProduct::apply(rows, matrices, ends, outputs_first);
+  return without_host_product(rows, matrices, ends, outputs_first);
 }
 
 }  // namespace roundpipe::ops

@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <roundpipe/ops/encoded_product.h>
 #include <roundpipe/torch_compat/autocast.h>
 #include <roundpipe/torch_compat/autograd_nodes.h>
 
@@ -65,8 +66,21 @@ bool may_have_own_node(const at::Tensor& input, const at::Tensor& weight) {
          input.is_contiguous() && weight.is_contiguous() && !torch_compat::autocasts(input.device().type());
 }
 
-at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+// The input's gradient of input @ matrix^T, for matrix_of(numbers).
+template <typename MatrixOf>
+auto backward_of(const at::Tensor& input, const MatrixOf& matrix_of) {
+  const at::Tensor rows = input.detach().reshape({-1, input.size(-1)});
+  return [matrix_of, sizes = input.sizes().vec(), of_rows = rows.sizes().vec(), strides = rows.strides().vec()](
+             const at::Tensor& gradient, const at::Tensor& numbers) {
+    const at::Tensor matrix = matrix_of(numbers);
+    return left_gradient(gradient.reshape({-1, matrix.size(0)}), matrix, of_rows, strides).view(sizes);
+  };
+}
+
+at::Tensor linear(const at::Tensor& input, const Weight& given, const std::optional<at::Tensor>& bias,
                   const ProjectionUse& use) {
+  if (given.is_encoded()) return encoded_linear(input, given, bias, use.is_read);
+  const at::Tensor& weight = given.parts()[0];
   if ((use.is_read && !use.sums_products) || !may_have_own_node(input, weight)) {
     return at::linear(input, weight, bias);
   }
@@ -78,6 +92,27 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const std::
 }
 
 }  // namespace
+
+at::Tensor encoded_linear(const at::Tensor& input, const Weight& weight, const std::optional<at::Tensor>& bias,
+                          bool is_read) {
+  if (input.dim() < 2) return at::linear(input, weight.values(), bias);
+  ProductWay way;
+  way.forward = [is_read](const at::Tensor& given, const at::Tensor& numbers, const std::optional<at::Tensor>& added) {
+    return is_read ? at::linear(given, numbers, added) : without_values(given, numbers.size(0));
+  };
+  way.backward = backward_of(input, [](const at::Tensor& numbers) { return numbers; });
+  return encoded_product(input, weight, std::move(way), bias);
+}
+
+at::Tensor times(const at::Tensor& input, const Weight& weight) {
+  if (!weight.is_encoded()) return at::matmul(input, weight.parts()[0]);
+  ProductWay way;
+  way.forward = [](const at::Tensor& given, const at::Tensor& numbers, const auto&) {
+    return at::matmul(given, numbers);
+  };
+  way.backward = backward_of(input, [](const at::Tensor& numbers) { return numbers.t(); });
+  return encoded_product(input, weight, std::move(way));
+}
 
 at::Tensor project(const at::Tensor& input, const Projection& projection, const ProjectionUse& use) {
   at::Tensor result = linear(input, projection.weight, projection.bias, use);
@@ -102,7 +137,7 @@ bool draws_numbers(const Projection& projection) {
 }
 
 std::vector<at::Tensor> parameters_of(const Projection& projection) {
-  std::vector<at::Tensor> parameters = {projection.weight};
+  std::vector<at::Tensor> parameters = projection.weight.parts();
   if (projection.bias) parameters.push_back(*projection.bias);
   if (projection.adapter) {
     parameters.insert(parameters.end(), {projection.adapter->down, projection.adapter->up});

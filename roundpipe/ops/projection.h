@@ -5,6 +5,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <roundpipe/ops/weight.h>
+
 namespace roundpipe::ops {
 
 // A LoRA adapter beside a projection (Hu et al., "LoRA", 2021): what it adds is
@@ -20,7 +22,7 @@ struct LowRankAdapter {
 
 // A projection in the form of at::linear: weight [to, from], bias [to] or none.
 struct Projection {
-  at::Tensor weight;
+  Weight weight;
   std::optional<at::Tensor> bias = std::nullopt;
   std::optional<LowRankAdapter> adapter = std::nullopt;
 };
@@ -38,6 +40,14 @@ struct ProjectionUse {
 // Applies a projection to [..., from]. An adapter computes in its own dtype, and the sum is cast to the projection's;
 // the operators and their order are those of PEFT's plain Linear. Any thread.
 at::Tensor project(const at::Tensor& input, const Projection& projection, const ProjectionUse& use = {});
+
+// input @ numbers^T + bias of an encoded weight [to, from], as at::linear computes it with the decoded one;
+// see encoded_product(). REQUIRES: the weight is encoded.
+at::Tensor encoded_linear(const at::Tensor& input, const Weight& weight, const std::optional<at::Tensor>& bias,
+                          bool is_read = true);
+
+// input @ weight, as at::matmul computes it: of [rows, from] and [from, to].
+at::Tensor times(const at::Tensor& input, const Weight& weight);
 
 // Memory whose values nobody reads, of the shape that a projection of `input` to `width` has.
 at::Tensor without_values(const at::Tensor& input, int64_t width);

@@ -36,7 +36,7 @@ struct Fixture {
     return outputs ? outputs->tensors : std::vector<at::Tensor>{};
   }
 
-  at::Tensor logits() const { return at::linear(rms_norm(hidden, norm, kEps), head.weight); }
+  at::Tensor logits() const { return at::linear(rms_norm(hidden, norm, kEps), head.weight.values()); }
 
   // Of the labels that count, each belongs to the token before it.
   at::Tensor losses() const {

@@ -14,9 +14,9 @@ namespace lora_test {
 TEST_CASE("lora: an adapter adds its product, in its own dtype") {
   const at::Tensor input = at::linspace(-1, 1, 6).reshape({2, 3});
   ops::Projection base{at::linspace(0, 1, 12).reshape({4, 3}), at::ones({4})};
-  CHECK(ops::project(input, base).equal(at::linear(input, base.weight, base.bias)));
+  CHECK(ops::project(input, base).equal(at::linear(input, base.weight.values(), base.bias)));
   const at::Tensor down = at::linspace(1, 2, 6).reshape({2, 3}), up = at::linspace(-1, 1, 8).reshape({4, 2});
-  const at::Tensor expected = at::linear(input, base.weight + at::matmul(up, down) * 0.5, base.bias);
+  const at::Tensor expected = at::linear(input, base.weight.values() + at::matmul(up, down) * 0.5, base.bias);
   base.adapter = ops::LowRankAdapter{.down = down, .up = up, .scaling = 0.5};
   CHECK(at::allclose(ops::project(input, base), expected, 1e-5, 1e-6));
   base.adapter->up_bias = at::full({4}, 2.0);
@@ -25,8 +25,8 @@ TEST_CASE("lora: an adapter adds its product, in its own dtype") {
   base.adapter->dropout = 1;  // of everything
   CHECK(at::allclose(ops::project(input, base), expected + 1, 1e-5, 1e-6));
   base.adapter->training = true;
-  CHECK(at::allclose(ops::project(input, base), at::linear(input, base.weight, base.bias) + 1, 1e-5, 1e-6));
-  const ops::Projection small{base.weight.to(at::kBFloat16), std::nullopt, base.adapter};
+  CHECK(at::allclose(ops::project(input, base), at::linear(input, base.weight.values(), base.bias) + 1, 1e-5, 1e-6));
+  const ops::Projection small{base.weight.values().to(at::kBFloat16), std::nullopt, base.adapter};
   CHECK((ops::project(input.to(at::kBFloat16), small).scalar_type() == at::kBFloat16));
 }
 
@@ -49,7 +49,7 @@ TEST_CASE("lora: adapters are found by PEFT's names") {
     return find_decoder_weights(names, tensors);
   };
   DecoderWeights found = find();
-  CHECK(found.value.weight.item<double>() == 4);
+  CHECK(found.value.weight.values().item<double>() == 4);
   REQUIRE(found.value.adapter.has_value());
   CHECK(found.value.adapter->down.item<double>() == 5);
   CHECK(found.value.adapter->up.item<double>() == 6);

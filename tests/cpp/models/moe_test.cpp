@@ -29,14 +29,14 @@ at::Tensor reference(const MoeConfig& config, const MoeWeights& weights, const a
   at::Tensor result = at::zeros_like(tokens);
   for (int64_t token = 0; token < tokens.size(0); ++token) {
     const at::Tensor state = tokens[token];
-    const at::Tensor shares = at::softmax(at::mv(weights.router.weight, state), 0);
+    const at::Tensor shares = at::softmax(at::mv(weights.router.weight.values(), state), 0);
     const auto [values, indices] = at::topk(shares, config.top_k);
     for (int64_t rank = 0; rank < config.top_k; ++rank) {
       const auto expert = indices[rank].item<int64_t>();
-      const at::Tensor gate_up = at::mv(weights.gate_up[expert], state);
+      const at::Tensor gate_up = at::mv(weights.gate_up.values()[expert], state);
       const at::Tensor inner = ops::activate(gate_up.slice(0, 0, kInner), config.activation) * gate_up.slice(0, kInner);
       const at::Tensor share = config.shares == Shares::kNormalized ? values[rank] / values.sum() : values[rank];
-      result[token].add_(at::mv(weights.down[expert], inner) * share);
+      result[token].add_(at::mv(weights.down.values()[expert], inner) * share);
     }
   }
   return result.reshape(hidden.sizes());
@@ -53,7 +53,7 @@ TEST_CASE("moe: every way to compute is the sum over each token's experts") {
         at::Tensor logits;
         const at::Tensor found = mixture_of_experts(config, weights(), parse_experts(name), hidden, &logits);
         CHECK(at::allclose(found, expected, 1e-4, 1e-5));
-        CHECK(at::allclose(logits, at::linear(hidden.reshape({-1, kWidth}), weights().router.weight)));
+        CHECK(at::allclose(logits, at::linear(hidden.reshape({-1, kWidth}), weights().router.weight.values())));
       }
     }
   }
@@ -64,23 +64,24 @@ TEST_CASE("moe: GPT-OSS's gate, biases and shares") {
   made.router.bias = at::linspace(-1, 1, kExperts);
   made.gate_up_bias = at::linspace(-1, 1, kExperts * 2 * kInner).reshape({kExperts, 2 * kInner});
   made.down_bias = at::linspace(1, -1, kExperts * kWidth).reshape({kExperts, kWidth});
-  made.gate_up = made.gate_up.transpose(1, 2).contiguous();
-  made.down = made.down.transpose(1, 2).contiguous();
+  made.gate_up = made.gate_up.values().transpose(1, 2).contiguous();
+  made.down = made.down.values().transpose(1, 2).contiguous();
   MoeConfig config{2, Shares::kSoftmaxOfChosen};
   config.clamped = {1.5, 0.75};
   const at::Tensor tokens = at::linspace(-2, 2, 3 * kWidth).reshape({3, kWidth}).sin();
   at::Tensor expected = at::zeros_like(tokens);
   for (int64_t token = 0; token < tokens.size(0); ++token) {
     const at::Tensor state = tokens[token];
-    const auto [scores, indices] = at::topk(at::mv(made.router.weight, state) + *made.router.bias, config.top_k);
+    const auto [scores, indices] =
+        at::topk(at::mv(made.router.weight.values(), state) + *made.router.bias, config.top_k);
     const at::Tensor shares = at::softmax(scores, 0);
     for (int64_t rank = 0; rank < config.top_k; ++rank) {
       const auto expert = indices[rank].item<int64_t>();
       const at::Tensor pairs =
-          (at::mv(made.gate_up[expert].t(), state) + made.gate_up_bias[expert]).reshape({kInner, 2});
+          (at::mv(made.gate_up.values()[expert].t(), state) + made.gate_up_bias[expert]).reshape({kInner, 2});
       const at::Tensor gate = pairs.select(1, 0).clamp_max(0.75), up = pairs.select(1, 1).clamp(-0.75, 0.75);
       const at::Tensor inner = (up + 1) * gate * at::sigmoid(gate * 1.5);
-      expected[token].add_((at::mv(made.down[expert].t(), inner) + made.down_bias[expert]) * shares[rank]);
+      expected[token].add_((at::mv(made.down.values()[expert].t(), inner) + made.down_bias[expert]) * shares[rank]);
     }
   }
   for (const char* name : {"eager", "grouped_mm", "batched_mm"}) {

@@ -160,10 +160,10 @@ TEST_CASE("gated_mlp, two_layer_mlp: formulas, biases and chunks") {
     };
     const Projection gate = projection(6, 4), up = projection(6, 4), down = projection(4, 6);
     const auto apply = [](const at::Tensor& tokens, const Projection& by) {
-      const at::Tensor product = tokens.matmul(by.weight.t());
+      const at::Tensor product = tokens.matmul(by.weight.values().t());
       return by.bias ? product + *by.bias : product;
     };
-    std::vector<at::Tensor> inputs{input, up.weight, down.weight};
+    std::vector<at::Tensor> inputs{input, up.weight.values(), down.weight.values()};
     if (biased) inputs.insert(inputs.end(), {*up.bias, *down.bias});
     const std::vector<std::pair<const char*, std::function<at::Tensor(const at::Tensor&)>>> activations{
         {"silu", [](const at::Tensor& x) { return x * at::sigmoid(x); }},
@@ -182,7 +182,7 @@ TEST_CASE("gated_mlp, two_layer_mlp: formulas, biases and chunks") {
           for (size_t index = 0; index < found.size(); ++index) CHECK(distance(found[index], expected[index]) < 1e-12);
         };
         std::vector<at::Tensor> gated_inputs = inputs;
-        gated_inputs.push_back(gate.weight);
+        gated_inputs.push_back(gate.weight.values());
         compare(gated_mlp(input, gate, up, down, parse_activation(name), chunk),
                 apply(activation(apply(input, gate)) * apply(input, up), down), gated_inputs);
         compare(two_layer_mlp(input, up, down, parse_activation(name), chunk),

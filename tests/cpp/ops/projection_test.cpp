@@ -130,7 +130,7 @@ TEST_CASE("gated_mlp: a result that nobody reads, with chunks and without") {
   at::manual_seed(5);
   const at::Tensor input = leaf({2, 11, 4}, at::kFloat);
   const Projection gate{leaf({6, 4}, at::kFloat)}, up{leaf({6, 4}, at::kFloat)}, down{leaf({4, 6}, at::kFloat)};
-  const std::vector<at::Tensor> inputs{input, gate.weight, up.weight, down.weight};
+  const std::vector<at::Tensor> inputs{input, gate.weight.values(), up.weight.values(), down.weight.values()};
   for (const int64_t chunk : {0, 4, 11}) {
     CAPTURE(chunk);
     const at::Tensor read = gated_mlp(input, gate, up, down, Activation::kSilu, chunk);
