@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -11,6 +12,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/moved_from.h>
 #include <roundpipe/language/config.h>
+#include <roundpipe/language/encoded_weights.h>
 #include <roundpipe/language/experts.h>
 #include <roundpipe/language/layers.h>
 #include <roundpipe/language/lora.h>
@@ -97,7 +99,10 @@ ModelOptions model_options(const LanguageModelOptions& options) {
 struct LanguageModel::Core {
   Core(const std::string& from, const LanguageModelOptions& options);
 
+  // By the names of the folder, without those that are encoded.
   NamedParameters weights(bool of_adapters);
+  models::Encodings encodings() const;
+  void read_weights(const WeightFiles& files, bool stacked, const std::function<void(int64_t)>& progress);
   // Whether transformers writes the experts' matrices stacked.
   bool has_stacked_folders() const { return config.experts && config.experts->clamped; }
   void begin_adapters();
@@ -115,6 +120,8 @@ struct LanguageModel::Core {
   std::string folder;
   language::Config config;
   std::optional<LoraOptions> lora;
+  const quantise::Format* format = nullptr;  // of the encoded weights; null: there are none
+  language::EncodedWeights encoded;
   c10::ScalarType dtype;
   models::Attention attention;
   std::optional<Model> model;  // made by the constructor
@@ -133,6 +140,11 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     adapter.emplace(options.adapter, kAdapterFile, "adapter_config.json");
   }
   if (lora) language::check_lora(*lora, config);
+  if (options.quantise) {
+    if (!lora) refuse("language model", "quantise is for frozen weights, expected adapters beside it: lora or adapter");
+    encoded = language::encoded_weights(config, *options.quantise);
+    format = &quantise::find_format(options.quantise->format);
+  }
   if (adapter) {
     std::vector<language::WeightShape> wanted = adapter_shapes(config, *lora);
     for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
@@ -148,8 +160,8 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  model.emplace(make_layers(config, dtype, options.layers, lora), model_options(options));
-  files.read(stacked ? weights(false) : language::one_by_one(weights(false)), options.progress);
+  model.emplace(make_layers(config, dtype, options.layers, lora, encodings()), model_options(options));
+  read_weights(files, stacked, options.progress);
   if (!lora) return;
   NamedParameters adapters = weights(true);
   for (auto& [name, tensor] : adapters) {
@@ -162,12 +174,45 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
   }
 }
 
+models::Encodings LanguageModel::Core::encodings() const {
+  models::Encodings found;
+  for (const auto& [name, shape] : encoded) found.emplace(name, quantise::Encoding{format, dtype});
+  return found;
+}
+
+void LanguageModel::Core::read_weights(const WeightFiles& files, bool stacked,
+                                       const std::function<void(int64_t)>& progress) {
+  const auto read = [&](const NamedParameters& into) {
+    files.read(stacked ? into : language::one_by_one(into), progress);
+  };
+  read(weights(false));
+  if (encoded.empty()) return;
+  const at::NoGradGuard no_grad;
+  std::map<std::string, Tensor> parts;
+  for (const auto& [name, tensor] : model->named_parameters()) parts.emplace(name, tensor);
+  for (const auto& [name, shape] : encoded) {
+    const Tensor numbers = at::empty(shape, at::TensorOptions(dtype));
+    read({{name, numbers}});
+    std::vector<Tensor> made;
+    try {
+      made = format->encode(numbers);
+    } catch (const std::invalid_argument& error) {
+      refuse("language model", name, " cannot be encoded: ", error.what());
+    }
+    for (size_t i = 0; i < made.size(); ++i) parts.at(name + format->suffixes()[i]).copy_(made[i]);
+  }
+}
+
 NamedParameters LanguageModel::Core::weights(bool of_adapters) {
   NamedParameters found;
+  std::set<std::string> hidden;
+  for (const auto& [name, shape] : encoded) {
+    for (const std::string& suffix : format->suffixes()) hidden.insert(name + suffix);
+  }
   for (const auto& [name, tensor] : model->named_parameters()) {
     const bool is_adapter = name.find(".lora_") != std::string::npos;
     const bool is_second = config.tied && name == "lm_head.weight";
-    if (is_adapter == of_adapters && !is_second) found.emplace_back(name, tensor);
+    if (is_adapter == of_adapters && !is_second && !hidden.contains(name)) found.emplace_back(name, tensor);
   }
   return found;
 }
@@ -336,6 +381,10 @@ void LanguageModel::save(const std::string& folder, const language::ModelFolderO
 
 void LanguageModel::save_merged(const std::string& folder, const language::ModelFolderOptions& options) {
   if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
+  if (own().format != nullptr) {
+    refuse("language model", "the model's weights are encoded, expected plain ones to merge into; call save_adapter, ",
+           "load the adapter without quantise, and call save_merged of that");
+  }
   model().synchronize();
   std::map<std::string, Tensor> adapters;
   for (auto& [name, tensor] : own().weights(true)) adapters.emplace(name, tensor);

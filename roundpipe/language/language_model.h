@@ -25,6 +25,8 @@ struct LanguageModelOptions {
   std::optional<LoraOptions> lora = std::nullopt;
   // The folder of a PEFT adapter to go on from; its adapter_config.json says what `lora` says otherwise.
   std::string adapter = {};
+  // Encode weights as they are read, which needs adapters. The model's parameters are then their parts.
+  std::optional<QuantiseOptions> quantise = std::nullopt;
   ModelOptions model = {.name = "language model"};
   // Called with the bytes that were read since the last call; may throw.
   std::function<void(int64_t)> progress = {};

@@ -136,7 +136,7 @@ Layer embedding_layer(const Config& config, const Tensor& weight, Attention atte
 }
 
 Layer decoder_layer(const Config& config, int64_t index, NamedParameters parameters, const LayerOptions& options,
-                    const std::optional<LoraOptions>& lora) {
+                    const std::optional<LoraOptions>& lora, models::Encodings encodings) {
   models::DecoderConfig decoder;
   decoder.head_dim = config.head_dim;
   decoder.scaling = std::pow(static_cast<double>(config.head_dim), -0.5);
@@ -158,7 +158,8 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
   const bool slides = config.slides.at(static_cast<size_t>(index)) != 0;
   const bool sparse = config.sparse.at(static_cast<size_t>(index)) != 0;
   return layer(std::move(parameters),
-               [given = decoder, names, slides, options, balanced = sparse ? config.experts : std::nullopt,
+               [given = decoder, names, slides, options, encodings = std::move(encodings),
+                balanced = sparse ? config.experts : std::nullopt,
                 attention = attention_of(config, options)](const std::vector<Tensor>& own, Hidden hidden) {
                  models::DecoderConfig decoder = given;
                  decoder.training = hidden.training;
@@ -179,7 +180,7 @@ Layer decoder_layer(const Config& config, int64_t index, NamedParameters paramet
                    inputs.mlp_chunk_tokens = kWholeMlpTokens / 2;
                  }
                  if (collects) inputs.mlp_chunk_tokens = 0;
-                 models::DecoderWeights weights = models::find_decoder_weights(names, own);
+                 models::DecoderWeights weights = models::find_decoder_weights(names, own, encodings);
                  models::set_lora(weights, decoder.lora);
                  Tensor logits;
                  hidden.values = models::decode(decoder, weights, inputs, collects ? &logits : nullptr);
@@ -250,7 +251,7 @@ std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions&
 }
 
 std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
-                               const std::optional<LoraOptions>& lora) {
+                               const std::optional<LoraOptions>& lora, const models::Encodings& encodings) {
   const auto weight = [&](const std::vector<int64_t>& shape, bool is_norm = false) {
     const bool stays_float = is_norm && config.float_norms && dtype == at::kHalf;
     return at::empty(shape, at::TensorOptions(stays_float ? at::kFloat : dtype)).set_requires_grad(!lora);
@@ -259,15 +260,23 @@ std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, cons
   std::vector<Layer> layers = {embedding_layer(config, embedding, attention_of(config, options), options.arithmetic)};
   for (int64_t i = 0; i < config.layers; ++i) {
     NamedParameters parameters;
+    models::Encodings encoded;
     for (const auto& [name, shape] : decoder_shapes(config, i)) {
-      parameters.emplace_back(name, weight(shape, name.ends_with("norm.weight")));
+      const auto encoding = encodings.find(layer_name(i) + "." + name);
+      if (encoding == encodings.end()) {
+        parameters.emplace_back(name, weight(shape, name.ends_with("norm.weight")));
+        continue;
+      }
+      encoded.emplace(name, encoding->second);
+      for (const quantise::Part& part : encoding->second.format->parts(shape))
+        parameters.emplace_back(name + part.suffix, at::empty(part.sizes, at::TensorOptions(part.dtype)));
     }
     if (lora) {
       for (const auto& [name, shape] : adapter_shapes_of(config, *lora, i)) {
         parameters.emplace_back(name, at::empty(shape, at::TensorOptions(at::kFloat)).set_requires_grad(true));
       }
     }
-    layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora));
+    layers.push_back(decoder_layer(config, i, std::move(parameters), options, lora, std::move(encoded)));
   }
   layers.push_back(norm_layer(config, weight({config.width}, true), options));
   layers.push_back(head_layer(config, config.tied ? embedding : weight({config.vocabulary, config.width}), options));

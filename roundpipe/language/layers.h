@@ -75,8 +75,9 @@ std::vector<WeightShape> adapter_shapes(const Config& config, const LoraOptions&
 // "mlp.up_proj.weight".
 // With `lora`, only the adapters require grad. They are fp32, as PEFT makes them. Norms are fp32 where
 // Config::float_norms says so.
+// `encodings`: by name of a weight, how it is encoded; the parameters are then its parts.
 std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, const LayerOptions& options,
-                               const std::optional<LoraOptions>& lora);
+                               const std::optional<LoraOptions>& lora, const models::Encodings& encodings = {});
 
 }  // namespace roundpipe::language
 

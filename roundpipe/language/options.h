@@ -24,6 +24,13 @@ struct LoraOptions {
   double scaling() const;
 };
 
+// Frozen weights in fewer bits: those of the linear layers and experts of the decoder layers, and neither embeddings
+// nor the head. Adapters train on them.
+struct QuantiseOptions {
+  std::string format;                  // "nf4", "nf4-double", "mxfp4" or "int8", see quantise::find_format
+  std::vector<std::string> keep = {};  // modules whose weights stay as they are, see quantise::is_name_of
+};
+
 namespace language {
 
 // How the layers compute.
