@@ -25,6 +25,7 @@ void bind_nodes(pybind11::module_& module);
 void bind_ops(pybind11::module_& module);
 void bind_optim(pybind11::module_& module);
 void bind_pipeline(pybind11::module_& module);
+void bind_quantise(pybind11::module_& module);
 void bind_random(pybind11::module_& module);
 void bind_run_folder(pybind11::module_& module);
 void bind_saving(pybind11::module_& module);

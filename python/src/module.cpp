@@ -18,6 +18,7 @@ PYBIND11_MODULE(_core, module) {
   roundpipe::python::bind_pipeline(module);
   roundpipe::python::bind_model_core(module);
   roundpipe::python::bind_copy_steps(module);
+  roundpipe::python::bind_quantise(module);
   roundpipe::python::bind_random(module);
   roundpipe::python::bind_nodes(module);
   roundpipe::python::bind_model_optimizer(module);

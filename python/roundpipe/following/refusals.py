@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from roundpipe.quantise.modules import refuse_adapters
+
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
@@ -83,6 +85,7 @@ def refuse_weights(model: nn.Module) -> None:
 
     A layer's weights move as one flat block of plain numbers, which would lose the meaning of such a tensor.
     """
+    refuse_adapters(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kinds = type(tensor), type(tensor.data)
         odd = next((kind for kind in kinds if kind not in _PLAIN), None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from roundpipe import _core
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.huggingface.weights.files import Checkpoint, adapter_file
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError, refuse_pointer
@@ -15,14 +17,17 @@ from roundpipe.model.memory.budget import HOST_VARIABLE, BudgetError, budget_of,
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.ops.packed_attention import register
+from roundpipe.quantise.stacked import EncodedStacks
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from peft import PeftConfig
     from torch import nn
     from transformers import PreTrainedModel
+
+    from roundpipe.huggingface.weights.direct_loading import Quantise
 
 ADAPTER_CONFIG = "adapter_config.json"
 _REPLACES_FILES = (0, 8)
@@ -34,6 +39,8 @@ def from_pretrained(
     peft_config: PeftConfig | None = None,
     extra_tensors: Literal["refuse", "ignore"] = "refuse",
     frozen_weights: Literal["memory", "mmap"] = "memory",
+    quantise: Literal["nf4", "nf4-double", "mxfp4", "int8"] | None = None,
+    keep: Sequence[str] = (),
     **options: Any,
 ) -> RoundPipe:
     """Loads a causal language model on the host and wraps it.
@@ -47,6 +54,10 @@ def from_pretrained(
             in their files, mapped, so that the system's file cache holds as many as it has room for. Uploads from
             there are slower than from page-locked memory. Weights that are stored in another dtype, or made of several
             tensors, are loaded into memory all the same.
+        quantise: encodes the base's weights while they are read, for training of adapters: those of linear layers and
+            of experts, in 4.5 bits each ("nf4": blocks of 64, as in QLoRA), 4.13 ("nf4-double": with scales of 8 bits),
+            4.25 ("mxfp4") or 8 ("int8": rows). Embeddings, norms, routers and the head stay as they are.
+        keep: modules whose weights stay as they are, by path or last part of it, such as "down_proj".
         **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files. Training in
             torch.float16 needs a `GradScaler` (docs/float16.md).
@@ -72,6 +83,7 @@ def from_pretrained(
         raise ValueError(f"[from_pretrained] frozen_weights is {frozen_weights!r}, expected 'memory' or 'mmap'")
     if frozen_weights == "mmap":
         _refuse_overwriting()
+    encodes = _encoding(quantise, keep, frozen_weights, trains=adapter is None and peft_config is None)
     wrapping = _wrap_options()
     mine = {name: options.pop(name) for name in list(options) if name in wrapping}
     base = name_or_path if adapter is None else _base_of(adapter)
@@ -79,14 +91,49 @@ def from_pretrained(
         adapter_file(adapter)  # before the base is read
     register()  # attn_implementation="packed"
     admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
-    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit)
+    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit, encodes)
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
+        takes_all = getattr(peft_config, "target_modules", None) == "all-linear"
         model = _peft().get_peft_model(model, peft_config)
+        if takes_all and any(isinstance(module, EncodedStacks) for module in model.modules()):
+            for config in model.peft_config.values():
+                config.target_parameters = None  # PEFT has named the experts there, and adapted none
+            warnings.warn(
+                "[from_pretrained] 'all-linear' leaves out the experts, whose matrices are encoded; name the layers in "
+                "target_modules, or keep=['experts'] adapts them as well",
+                stacklevel=2,
+            )
     model.eval()  # PEFT's own modules start in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped
+
+
+def _encoding(quantise: str | None, keep: Sequence[str], frozen_weights: str, trains: bool) -> Quantise | None:
+    if quantise is None:
+        if keep:
+            raise ValueError("[from_pretrained] keep is given without quantise, expected both; nothing is encoded")
+        return None
+    if isinstance(keep, str):
+        raise ValueError(f"[from_pretrained] keep is {keep!r}, expected a list of names, such as [{keep!r}]")
+    if quantise not in _core.format_names():
+        raise ValueError(
+            f"[from_pretrained] quantise is {quantise!r}, expected one of {', '.join(_core.format_names())}"
+        )
+    if trains:
+        raise ValueError(
+            "[from_pretrained] quantise is for frozen weights, and no adapter is given, expected peft_config or a "
+            "folder with an adapter; for full training leave quantise out"
+        )
+    if frozen_weights == "mmap":
+        raise ValueError(
+            "[from_pretrained] quantise encodes into memory, and frozen_weights='mmap' leaves weights in their files, "
+            "expected one of them"
+        )
+    from roundpipe.huggingface.weights.direct_loading import Quantise
+
+    return Quantise(quantise, tuple(keep))
 
 
 def _wrap_options() -> set[str]:
@@ -158,6 +205,7 @@ def _load(
     extra_tensors: str,
     mapped: bool,
     admit: Callable[[nn.Module], None] | None,
+    quantise: Quantise | None,
 ) -> PreTrainedModel:
     from transformers import AutoConfig
 
@@ -176,7 +224,7 @@ def _load(
         config = options.pop("config", None) or AutoConfig.from_pretrained(base)
         if extra_tensors == "refuse":
             _refuse_other_kinds(base, config)
-        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit)
+        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit, quantise)
     except (BudgetError, CheckpointError):
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:

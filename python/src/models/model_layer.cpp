@@ -48,8 +48,9 @@ void make_decoder(models::NativeLayerParts& parts, const py::object& native) {
     const Passage* const passage = passage_of(inputs);
     return passage == nullptr ? nullptr : passage->call(number);
   };
-  parts.code = [names = native.attr("names").cast<std::vector<std::string>>(), find](const auto& shell) {
-    return models::make_decoder_code(names, shell.parameters, find);
+  parts.code = [names = native.attr("names").cast<std::vector<std::string>>(),
+                encodings = native.attr("encodings").cast<models::Encodings>(), find](const auto& shell) {
+    return models::make_decoder_code(names, shell.parameters, find, encodings);
   };
 }
 
@@ -231,16 +232,17 @@ void bind_models(py::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def(
       "exact_parts",
-      [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights) {
-        return models::exact_parts(config, models::find_decoder_weights(names, weights));
+      [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,
+         const models::Encodings& encodings) {
+        return models::exact_parts(config, models::find_decoder_weights(names, weights, encodings));
       },
-      py::arg("config"), py::arg("names"), py::arg("weights"));
+      py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("encodings"));
   module.def(
       "decode",
       [](const DecoderConfig& config, const std::vector<std::string>& names, const std::vector<at::Tensor>& weights,
          const at::Tensor& hidden, const at::Tensor& cos, const at::Tensor& sin, const std::optional<at::Tensor>& mask,
          const std::string& attention, int64_t mlp_chunk_tokens, const std::optional<at::Tensor>& positions,
-         const std::optional<std::string>& experts) {
+         const std::optional<std::string>& experts, const models::Encodings& encodings) {
         models::DecoderInputs inputs;
         inputs.hidden = hidden;
         inputs.cos = cos;
@@ -250,13 +252,14 @@ void bind_models(py::module_& module) {
         inputs.positions = positions;
         if (experts) inputs.experts = models::parse_experts(*experts);
         inputs.mlp_chunk_tokens = mlp_chunk_tokens;
-        models::DecoderWeights found = models::find_decoder_weights(names, weights);
+        models::DecoderWeights found = models::find_decoder_weights(names, weights, encodings);
         models::set_lora(found, config.lora);
         return models::decode(config, found, inputs);
       },
       py::arg("config"), py::arg("names"), py::arg("weights"), py::arg("hidden"), py::arg("cos"), py::arg("sin"),
       py::arg("mask"), py::arg("attention"), py::arg("mlp_chunk_tokens") = 0, py::arg("positions") = std::nullopt,
-      py::arg("experts") = std::nullopt, py::call_guard<py::gil_scoped_release>());
+      py::arg("experts") = std::nullopt, py::arg("encodings") = models::Encodings(),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 }  // namespace roundpipe::python

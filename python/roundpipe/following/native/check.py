@@ -52,7 +52,7 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
     is_large = sum(weight.numel() * weight.element_size() for weight in weights) > LARGE_BYTES
     rows, tokens = _OF_A_LARGE_LAYER if is_large else _ROWS_AND_TOKENS
     generator = torch.Generator().manual_seed(0)
-    dtype = weights[0].dtype
+    dtype = decoder.layer.input_layernorm.weight.dtype
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)
@@ -75,7 +75,18 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
         # With sinks, packed attention is always called with documents.
         for mask in (seen,) if is_large or (has_sinks and attention == "packed") else (seen, None):
             plain = layer(hidden, attention_mask=mask, position_embeddings=(cos, sin), use_cache=False)
-            native = _core.decode(config, decoder.names, weights, hidden, cos, sin, mask, attention, experts=experts)
+            native = _core.decode(
+                config,
+                decoder.names,
+                weights,
+                hidden,
+                cos,
+                sin,
+                mask,
+                attention,
+                experts=experts,
+                encodings=decoder.encodings,
+            )
             if not same_bits(plain, native):
                 return "its values differ in bits from the layer's own"
             expected = torch.autograd.grad(plain, wanted, outgoing)

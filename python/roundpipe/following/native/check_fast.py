@@ -9,6 +9,7 @@ import torch
 from roundpipe import _core
 from roundpipe.following.native.decoder import NativeDecoder, config_of
 from roundpipe.ops.functional import Arithmetic
+from roundpipe.quantise.modules import decoded_parameters
 
 
 def is_near_exact(
@@ -28,8 +29,13 @@ def is_near_exact(
         outgoing: the gradient of the result; then gradients are compared as well, and all in fp32, since roundings to
             16 bits let routers and gates choose otherwise. None: only the results of most tokens, in the layer's dtype.
     """
+    names, encodings = decoder.names, decoder.encodings
     inputs = [hidden, *(parameter for _, parameter in decoder.layer.named_parameters())]
     if outgoing is not None:
+        if encodings:
+            decoded = decoded_parameters(decoder.layer)
+            names, encodings = [name for name, _ in decoded], {}
+            inputs = [hidden, *(values for _, values in decoded)]
         inputs = [each.detach().float().requires_grad_() for each in inputs]
     cos, sin = (table.to(inputs[0].dtype) for table in tables)
     if mask is not None and mask.is_floating_point():
@@ -38,7 +44,18 @@ def is_near_exact(
     def results(arithmetic: Arithmetic) -> list[torch.Tensor]:
         config = config_of(layer, arithmetic)
         states, weights = inputs[0], inputs[1:]
-        result = _core.decode(config, decoder.names, weights, states, cos, sin, mask, attention, experts=experts)
+        result = _core.decode(
+            config,
+            names,
+            weights,
+            states,
+            cos,
+            sin,
+            mask,
+            attention,
+            experts=experts,
+            encodings=encodings,
+        )
         if outgoing is None:
             return [result]
         return [result, *torch.autograd.grad(result, inputs, outgoing.float(), materialize_grads=True)]

@@ -14,6 +14,7 @@ from roundpipe import _core
 from roundpipe.following.native import adapters, experts
 from roundpipe.following.native.code import family_of, modeling_of
 from roundpipe.ops.functional import Arithmetic
+from roundpipe.quantise.modules import encodings_of, part_names, plain_class
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
@@ -70,15 +71,16 @@ def reason_against(layer: nn.Module, prefix: str) -> str | None:
     found = dict(layer.named_modules())
     for name, module in found.items():
         shown = name or "the layer"
+        kind = plain_class(module)
         if name and name == activation:
             if activation_of(module) is None:
                 return f"{name} is {type(module).__name__}, which has no native form"
         elif name not in expected:
             return f"{shown} is a module that the class has not"
-        elif type(module) is not expected[name]:
+        elif kind is not expected[name]:
             return f"{shown} is {type(module).__module__}.{type(module).__name__}, not {expected[name].__name__}"
-        parameters = set() if adapters.is_adapted(module) else _PARAMETERS.get(type(module).__name__, {"weight"})
-        reason = instance_reason(module, parameters, set())
+        parameters = set() if adapters.is_adapted(module) else _PARAMETERS.get(kind.__name__, {"weight"})
+        reason = instance_reason(module, parameters | part_names(module), set())
         if reason is not None:
             return f"{shown} {reason}"
     missing = {*expected, *([] if activation is None else [activation])} - found.keys()
@@ -157,6 +159,7 @@ class NativeDecoder:
         number: of the call, in the model's order.
         layer: the module.
         names: of its parameters.
+        encodings: by name, of those that are encoded.
         model_config: the transformers config that its attention reads.
         activation: the native name of its MLP's activation; None if it has experts instead, or adapters.
         has_experts: whether it has them.
@@ -170,6 +173,7 @@ class NativeDecoder:
         self.number, self.arithmetic = number, arithmetic
         self.layer = layer
         self.names = [name for name, _ in layer.named_parameters()]
+        self.encodings = encodings_of(layer)
         self.model_config: Any = self.layer.self_attn.config
         self.reason: str | None = None
         self._prefix = prefix
@@ -193,7 +197,7 @@ class NativeDecoder:
         """What computes exactly, and why, although the arithmetic is another one; empty if nothing does."""
         config = self.config()
         weights = [parameter for _, parameter in self.layer.named_parameters()]
-        return "" if config is None else _core.exact_parts(config, self.names, weights)
+        return "" if config is None else _core.exact_parts(config, self.names, weights, self.encodings)
 
     def _look(self) -> None:
         self._snapshots = [

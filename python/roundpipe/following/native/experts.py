@@ -57,13 +57,19 @@ def reason_against_numbers(layer: Any) -> str | None:
     count, width = router.weight.shape
     for shown, found, expected in (
         ("mlp.experts.num_experts", experts.num_experts, count),
-        ("the number of matrices in mlp.experts.gate_up_proj", experts.gate_up_proj.shape[0], count),
-        ("the number of matrices in mlp.experts.down_proj", experts.down_proj.shape[0], count),
+        ("the number of matrices in mlp.experts.gate_up_proj", _matrices(experts, "gate_up_proj"), count),
+        ("the number of matrices in mlp.experts.down_proj", _matrices(experts, "down_proj"), count),
         (f"{name}.hidden_dim", router.hidden_dim, width),
     ):
         if found != expected:
             return f"{shown} is {found}, but {name}.weight is {list(router.weight.shape)}"
     return None
+
+
+def _matrices(experts: Any, name: str) -> int:
+    stacked = experts._parameters.get(name)
+    count: int = experts.parts(name)[0].shape[0] if stacked is None else stacked.shape[0]
+    return count
 
 
 def numbers_of(layer: Any) -> dict[str, Any]:

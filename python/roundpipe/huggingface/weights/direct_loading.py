@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,12 @@ from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
+from roundpipe import _core
 from roundpipe.huggingface.weights.files import Checkpoint, empty_on_host
 from roundpipe.huggingface.weights.names import Names, Source
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError
+from roundpipe.quantise.choice import choose
+from roundpipe.quantise.place import place_encoded
 
 if TYPE_CHECKING:
     import os
@@ -42,6 +46,7 @@ def load_causal_model(
     mapped: bool,
     options: dict[str, Any],
     admit: Callable[[nn.Module], None] | None = None,
+    quantise: Quantise | None = None,
 ) -> PreTrainedModel:
     """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
 
@@ -53,13 +58,14 @@ def load_causal_model(
         mapped: whether parameters that are one tensor of the files stay in the mapped files.
         options: options of transformers, including `dtype`.
         admit: receives the empty model before any weight is read, and may refuse it with a BudgetError.
+        quantise: encodes weights as they are read; then memory peaks at the encoded weights plus a layer's.
 
     Raises:
         CheckpointError: a file is damaged, or weights are missing, of another shape or kind, or left over. Raised
             before any weight is read.
         Exception: whatever transformers raises.
     """
-    fill = _Fill(base, extra_tensors, mapped, admit)
+    fill = _Fill(base, extra_tensors, mapped, admit, quantise)
     # A new class for this one call, so that no other call is affected.
     factory: Any = type(
         AutoModelForCausalLM.__name__,
@@ -71,6 +77,14 @@ def load_causal_model(
     fill.check(info, type(model).__name__)
     loaded: PreTrainedModel = model
     return loaded
+
+
+@dataclass(frozen=True)
+class Quantise:
+    """How weights are encoded while they are read; see `roundpipe.quantise.choice.choose`."""
+
+    format: str
+    keep: tuple[str, ...] = ()
 
 
 class _Mapping:
@@ -111,8 +125,10 @@ class _Fill:
         extra_tensors: str,
         mapped: bool,
         admit: Callable[[nn.Module], None] | None,
+        quantise: Quantise | None,
     ) -> None:
         self._base = base
+        self._quantise = quantise
         self._admit = admit
         self._extra_tensors = extra_tensors
         self._mapped = mapped
@@ -129,8 +145,10 @@ class _Fill:
         devices = {str(device) for device in (config.device_map or {}).values()}
         plain = config.hf_quantizer is None and config.device_mesh is None and devices <= {"cpu"}
         if not plain or {path.suffix for path in paths} != {".safetensors"} or len({p.parent for p in paths}) != 1:
+            self._refuse_encoding("its files are not plain safetensors")
             return None
         if any(tensor.device.type != "meta" for tensor in model.parameters()):
+            self._refuse_encoding("the model is not empty")
             return None
         checkpoint = Checkpoint(paths[0].parent, [path.name for path in paths])
         try:
@@ -142,15 +160,29 @@ class _Fill:
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             # The conversion needs values, or does not support these shapes (transformers then raises its own error),
             # or this is another version of transformers.
+            self._refuse_encoding("its tensors have to be converted")
             return None
         if self._admit is not None:
             self._admit(model)
-        mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
+        chosen = None if self._quantise is None else choose(model, self._quantise.format, self._quantise.keep)
+        encoded = frozenset() if chosen is None else chosen.encoded
+        mappable = {name for name, _ in model.named_parameters()} - encoded if self._mapped else set()
         with _Reader(checkpoint, dtypes, mappable) as reader:
             for name, value in reader.values(names):
-                _put(model, name, value)
+                if chosen is not None and name in encoded:
+                    _put_encoded(model, name, value, chosen.format)
+                else:
+                    _put(model, name, value)
         model._weight_conversions = [entry for entry in config.weight_mapping or () if entry.was_used()]
         return info
+
+    def _refuse_encoding(self, reason: str) -> None:
+        """Raises CheckpointError if weights are to be encoded: transformers, to which the model is left, does not."""
+        if self._quantise is not None:
+            raise CheckpointError(
+                f"[from_pretrained] {self._base} cannot be quantised while it is loaded: {reason}; save it again with "
+                "save_pretrained of transformers, in safetensors, and load that"
+            )
 
     def _compare(
         self, model: Any, checkpoint: Checkpoint, names: Names, dtypes: dict[str, torch.dtype]
@@ -229,18 +261,20 @@ class _Reader:
         sources = list(dict.fromkeys(names.sources.values()))
         order = {key: index for index, key in enumerate(self._checkpoint.tensors)}
         single = sorted((s for s in sources if s.converter is None), key=lambda s: order[s.keys[0][0]])
-        started = []
+        # No more than threads need, since some values are gone before the next are read.
+        started: deque[tuple[str, torch.Tensor, Future[None]]] = deque()
         for source in single:
             name, key = source.parameters[0], source.keys[0][0]
             mapped = self._checkpoint.mapped(key, self._dtypes[name]) if name in self._mappable else None
-            if mapped is None:
-                started.append((name, *self._start(source, key)))
-            else:
+            if mapped is not None:
                 self._bar.update(mapped.nbytes)
                 yield name, mapped
-        for name, value, done in started:
-            done.result()
-            yield name, value
+                continue
+            started.append((name, *self._start(source, key)))
+            if len(started) > _THREADS:
+                yield _finished(started.popleft())
+        while started:
+            yield _finished(started.popleft())
         for source in sources:
             if source.converter is not None:
                 yield from self._converted(names, source)
@@ -271,6 +305,12 @@ class _Reader:
             self._bar.update(count)
 
 
+def _finished(started: tuple[str, torch.Tensor, Future[None]]) -> tuple[str, torch.Tensor]:
+    name, value, done = started
+    done.result()
+    return name, value
+
+
 def _trim_heap() -> None:
     """Returns freed memory between live allocations to the system."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
@@ -286,6 +326,22 @@ def _put(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
         value = torch.nn.Parameter(value, requires_grad=value.is_floating_point())
     value._is_hf_initialized = True  # type: ignore[attr-defined]
     setattr(module, leaf, value)
+
+
+def _put_encoded(model: torch.nn.Module, name: str, value: torch.Tensor, format: str) -> None:
+    """Likewise, encoded."""
+    try:
+        made = _core.encode(format, value)
+    except ValueError as error:
+        raise CheckpointError(f"[from_pretrained] {name} cannot be encoded: {error}") from error
+    # Large memory from malloc would not return to the system when blocks take the values over.
+    parts = [empty_on_host(part.shape, part.dtype).copy_(part) for part in made]
+    place_encoded(model, name, _core.Encoding(format, value.dtype), parts)
+    module = model.get_submodule(name.rpartition(".")[0])
+    module._is_hf_initialized = True  # type: ignore[assignment]
+    for parameter in module._parameters.values():
+        if parameter is not None and parameter.dtype not in _PLAIN_FLOATS:
+            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:

@@ -1,0 +1,59 @@
+"""What is encoded in a model."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe import _core
+from roundpipe.quantise.linear import EncodedLinear
+from roundpipe.quantise.stacked import EncodedStacks
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module, or that of the module whose weights were encoded."""
+    if type(module) is EncodedLinear:
+        return nn.Linear
+    return module.plain_class if isinstance(module, EncodedStacks) else type(module)
+
+
+def part_names(module: nn.Module) -> set[str]:
+    """The parameters of a module, not of those inside, that hold encoded ones."""
+    if isinstance(module, EncodedLinear):
+        return set(module.part_names)
+    if isinstance(module, EncodedStacks):
+        return {name + suffix for name, encoding in module.encodings.items() for suffix in encoding.suffixes}
+    return set()
+
+
+def decoded_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The parameters of a model by name, encoded ones as their numbers, behind the others."""
+    encodings, parameters = encodings_of(model), dict(model.named_parameters())
+    parts = {name: [parameters.pop(name + suffix) for suffix in each.suffixes] for name, each in encodings.items()}
+    return [*parameters.items(), *((name, each.values(parts[name])) for name, each in encodings.items())]
+
+
+def encodings_of(model: nn.Module) -> dict[str, _core.Encoding]:
+    """By name, the encoded parameters of a model; the name is that without an encoding."""
+    found: dict[str, _core.Encoding] = {}
+    for path, module in model.named_modules():
+        before = f"{path}." if path else ""
+        if isinstance(module, EncodedLinear):
+            found[f"{before}weight"] = module.encoding
+        elif isinstance(module, EncodedStacks):
+            found |= {before + name: encoding for name, encoding in module.encodings.items()}
+    return found
+
+
+def refuse_adapters(model: nn.Module) -> None:
+    """Raises ValueError if PEFT was told to adapt parameters (not layers) that are encoded, which it would not do."""
+    encoded = encodings_of(model)
+    for config in getattr(model, "peft_config", {}).values():
+        for target in getattr(config, "target_parameters", None) or ():
+            name = next((name for name in encoded if f".{name}".endswith(f".{target}")), None)
+            if name is not None:
+                raise ValueError(
+                    f"[RoundPipe] target_parameters of PEFT names {target!r} (as 'all-linear' makes it), and {name} is "
+                    "encoded, expected adapters on linear layers, named in target_modules, or the parameter kept as it "
+                    "is: keep=['experts'] beside quantise"
+                )
