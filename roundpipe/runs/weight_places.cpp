@@ -19,7 +19,7 @@ std::string some_names(const std::vector<std::string>& names) {
 WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& names) : stored_(stored) {
   for (const NamedParameters* const tensors : {&names.buffers, &names.parameters})
     targets_.insert(targets_.end(), tensors->begin(), tensors->end());
-  const nlohmann::json& tied = stored.state().at("tied");
+  const nlohmann::json &tied = stored.state().at("tied"), &outside = stored.state().at("outside");
   std::set<Source> used;
   for (const auto& [name, target] : targets_) {
     std::vector<std::string> candidates{names.file_name(name)};
@@ -31,13 +31,16 @@ WeightPlaces::WeightPlaces(const StoredCheckpoint& stored, const ModelNames& nam
         used.insert({section, candidate});
       }
     }
-    const bool elsewhere = names.outside.contains(name) || stored.state().at("outside").contains(name);
-    if (!sources_.contains(name) && !elsewhere) missing_.push_back(name);
+    if (!sources_.contains(name) && !outside.contains(name)) missing_.push_back(name);
   }
   for (const char* const section : {kWeights, kBuffers}) {
     for (const auto& [name, place] : stored.section(section)) {
       if (!used.contains({section, name})) unexpected_.push_back(name);
     }
+  }
+  for (const auto& [name, checksum] : outside.items()) {
+    if (std::ranges::none_of(targets_, [&](const auto& target) { return target.first == name; }))
+      unexpected_.push_back(name);
   }
   std::ranges::sort(unexpected_);
 }

@@ -2,7 +2,7 @@
 //   model=FOLDER [dtype=float32] [attention=packed] [microbatches=2] [loss_chunk=8] [mlp_chunk=8]
 //   [arithmetic=exact]
 //   [chunk_logit_bytes=1048576] [seed=7]
-//   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1]
+//   [adapter=FOLDER, or lora=q_proj,up_proj rank=4 alpha=6 rslora=1] [quantise=nf4 keep=down_proj,layers.0]
 //   batch=FILE   safetensors of ids, labels, attention_mask and positions; then out=FILE gets the loss, the logits, the
 //                gradients of the trained weights, and the seeds [microbatches, layers] that they were computed with
 //   moved=1      all that follows is asked of an object that the model was moved from
@@ -102,6 +102,8 @@ void run(Fields& fields) {
     options.lora->alpha = std::stod(fields["alpha"]);
     options.lora->rank_stabilized = fields.count("rslora") != 0;
   }
+  if (fields.count("quantise")) options.quantise = {fields["quantise"], {}};
+  if (fields.count("keep")) options.quantise->keep = parts_of(fields["keep"]);
   if (fields.count("seed")) at::manual_seed(std::stoull(fields["seed"]));
   roundpipe::LanguageModel model(fields["model"], options);
   std::optional<roundpipe::LanguageModel> owner;

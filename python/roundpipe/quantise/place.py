@@ -33,7 +33,7 @@ def place_encoded(model: nn.Module, name: str, encoding: _core.Encoding, parts: 
     setattr(model.get_submodule(outer), last, layer)
 
 
-def quantise(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
+def encode_weights(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
     """Encodes the weights of a model in memory, in place, one after the other, and freezes all others.
 
     Args:

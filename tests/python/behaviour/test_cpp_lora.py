@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from language_program import Program, batches, make_folder, needs_program
+from roundpipe.quantise.modules import decoded_parameters
+from roundpipe.quantise import encode_weights
 
 pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -57,6 +59,29 @@ def make_adapter(model: Path, folder: Path, options: dict[str, Any]) -> Path:
     return folder
 
 
+def check_bits(
+    peft: Any, batch: dict[str, torch.Tensor], found: dict[str, torch.Tensor]
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """The program found what `peft` computes. Returns the arguments of its forward, and its logits."""
+    names = {"ids": "input_ids", "positions": "position_ids"}
+    arguments: dict[str, Any] = {names.get(name, name): tensor for name, tensor in batch.items() if name != "labels"}
+    arguments["use_cache"] = False
+    with torch.no_grad():
+        logits = peft(**arguments).logits
+    loss = peft(**arguments, labels=batch["labels"]).loss
+    loss.backward()
+    assert torch.equal(found["logits"], logits) and torch.equal(found["loss"], loss.detach())
+    gradients = {
+        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
+        for name, parameter in peft.named_parameters()
+        if parameter.requires_grad
+    }
+    assert gradients and {f"grad.{name}" for name in gradients} == {name for name in found if name.startswith("grad.")}
+    for name, gradient in gradients.items():
+        assert gradient is not None and torch.equal(found[f"grad.{name}"], gradient), name
+    return arguments, logits
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
@@ -84,23 +109,7 @@ def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -
     peft = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(model, dtype=dtype), adapter, is_trainable=True
     )
-    names = {"ids": "input_ids", "positions": "position_ids"}
-    arguments: dict[str, Any] = {names.get(name, name): tensor for name, tensor in batch.items() if name != "labels"}
-    arguments["use_cache"] = False
-    with torch.no_grad():
-        logits = peft(**arguments).logits
-    loss = peft(**arguments, labels=batch["labels"]).loss
-    loss.backward()
-    found = load_file(tmp_path / "out")
-    assert torch.equal(found["logits"], logits) and torch.equal(found["loss"], loss.detach())
-    gradients = {
-        name.removeprefix("base_model.model.").replace(".default", ""): parameter.grad
-        for name, parameter in peft.named_parameters()
-        if parameter.requires_grad
-    }
-    assert gradients and {f"grad.{name}" for name in gradients} == {name for name in found if name.startswith("grad.")}
-    for name, gradient in gradients.items():
-        assert gradient is not None and torch.equal(found[f"grad.{name}"], gradient), name
+    arguments, logits = check_bits(peft, batch, load_file(tmp_path / "out"))
 
     again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), tmp_path / "saved")
     assert again.peft_config["default"].use_rslora == bool(options.get("use_rslora"))
@@ -116,6 +125,52 @@ def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -
         merged.named_parameters(), peft.merge_and_unload().named_parameters(), strict=True
     ):
         assert one == other and ours.dtype == theirs.dtype and torch.equal(ours, theirs), one
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "format"),
+    [
+        ("llama", "bfloat16", "nf4-double"),
+        ("qwen2, all layers, rslora", "float32", "int8"),
+        ("qwen3_moe", "float32", "nf4"),
+        ("gpt_oss", "bfloat16", "nf4"),
+    ],
+)
+def test_bits_on_an_encoded_base(name: str, dtype: str, format: str, program: Program, tmp_path: Path) -> None:
+    fields, options = CASES[name]
+    model = make_folder(tmp_path / "model", fields)
+    adapter = make_adapter(model, tmp_path / "adapter", options)
+    batch = batches()["padded" if name == "gpt_oss" else "packed"]
+    save_file(batch, tmp_path / "batch")
+    job = {"batch": tmp_path / "batch", "out": tmp_path / "out", "save_adapter": tmp_path / "saved"}
+    said = program.run(model=model, dtype=dtype, adapter=adapter, quantise=format, keep="layers.0", **job)
+    assert said == "ok", said
+    encoded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    encode_weights(encoded, format, keep=["layers.0"])
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+    decoded = dict(decoded_parameters(encoded))
+    assert any(not torch.equal(parameter, decoded[name]) for name, parameter in plain.named_parameters())
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(decoded[name])
+    check_bits(PeftModel.from_pretrained(plain, adapter, is_trainable=True), batch, load_file(tmp_path / "out"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        ({"quantise": "nf4"}, "quantise is for frozen weights, expected adapters beside it"),
+        ({"quantise": "nf5", "lora": "q_proj"}, "the format is 'nf5', expected one of nf4, nf4-double, mxfp4, int8"),
+        ({"quantise": "nf4", "keep": "mpl", "lora": "q_proj"}, "keep names 'mpl', which is no module of the model"),
+        ({"quantise": "nf4", "keep": "layers", "lora": "q_proj"}, "quantise leaves nothing to be encoded"),
+        ({"quantise": "nf4", "lora": "q_proj", "save_merged": "x"}, "the model's weights are encoded, expected plain"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(job: dict[str, str], message: str, program: Program, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", CASES["llama"][0])
+    said = program.run(model=model, rank="2", alpha="2", **job)
+    assert said.startswith("mistake: ") and message in said, said
 
 
 def test_new_adapters_add_nothing_at_first(program: Program, tmp_path: Path) -> None:

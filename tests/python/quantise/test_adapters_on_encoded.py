@@ -19,7 +19,7 @@ from roundpipe.following.native.check import reason_against_bits
 from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.quantise.linear import EncodedLinear
 from roundpipe.quantise.modules import decoded_parameters, encodings_of
-from roundpipe.quantise.place import quantise
+from roundpipe.quantise import encode_weights
 from roundpipe.quantise.stacked import EncodedStacks
 from sweeps import sweep
 
@@ -41,7 +41,7 @@ def decoded(name: str, encoded: nn.Module) -> Any:
 def pair(name: str, format: str, grain: Any = None, **options: Any) -> tuple[Any, Any]:
     """(adapters on the encoded model in the pipeline, the same on the decoded one with peft alone)."""
     encoded = causal_models.build(name)
-    quantise(encoded, format)
+    encode_weights(encoded, format)
     plain = peft.get_peft_model(decoded(name, encoded), adapters(name, **options))
     config = RoundPipeRunConfig(num_microbatch=1, recompute_grain=grain)
     model = wrap_model_to_roundpipe(peft.get_peft_model(encoded, adapters(name, **options)), model_run_config=config)
@@ -87,7 +87,7 @@ def test_kinds_of_adapters(kind: dict[str, Any]) -> None:
 @sweep("name, format, dtype", NATIVE, _core.format_names(), [torch.float32, torch.bfloat16], ids=str, together=1)
 def test_layers_are_native_with_the_same_bits(name: str, format: str, dtype: torch.dtype) -> None:
     encoded = causal_models.build(name).to(dtype)
-    quantise(encoded, format)
+    encode_weights(encoded, format)
     model = peft.get_peft_model(encoded, adapters(name))
     decoder = native_decoder(model.base_model.model.model.layers[1], 1)
     assert isinstance(decoder, NativeDecoder), decoder
@@ -100,7 +100,7 @@ def test_layers_are_native_with_the_same_bits(name: str, format: str, dtype: tor
 
 def test_the_stacked_experts_of_every_layer_are_encoded() -> None:
     model = causal_models.build("qwen3_moe")
-    choice = quantise(model, "nf4")
+    choice = encode_weights(model, "nf4")
     assert {name for name in choice.encoded if "experts" in name} == {
         f"model.layers.{i}.mlp.experts.{part}_proj" for i in range(3) for part in ("gate_up", "down")
     }
@@ -112,20 +112,20 @@ def test_the_stacked_experts_of_every_layer_are_encoded() -> None:
 
 def test_what_cannot_be_encoded_is_refused() -> None:
     with pytest.raises(ValueError, match=r"\[quantise\] the format is 'nf5', expected one of nf4, "):
-        quantise(causal_models.build("llama"), "nf5")
+        encode_weights(causal_models.build("llama"), "nf5")
     with pytest.raises(ValueError, match="keep names 'q_porj', which is no module"):
-        quantise(causal_models.build("llama"), "nf4", keep=["q_porj"])
+        encode_weights(causal_models.build("llama"), "nf4", keep=["q_porj"])
     with pytest.raises(ValueError, match="nothing can be encoded in modules of Conv1D, Embedding, LayerNorm, Linear"):
-        quantise(causal_models.build("gpt2"), "nf4")
+        encode_weights(causal_models.build("gpt2"), "nf4")
     broken = causal_models.build("llama")
     broken.model.layers[1].mlp.up_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: .* inf or NaN"):
-        quantise(broken, "nf4")
+        encode_weights(broken, "nf4")
 
 
 def test_keep_names_modules() -> None:
     model = causal_models.build("llama")
-    choice = quantise(model, "nf4", keep=["down_proj", "model.layers.0"])
+    choice = encode_weights(model, "nf4", keep=["down_proj", "model.layers.0"])
     assert "model.layers.1.mlp.up_proj.weight" in choice.encoded
     assert choice.kept["model.layers.1.mlp.down_proj.weight"] == "in keep"
     assert choice.kept["model.layers.0.self_attn.q_proj.weight"] == "in keep"
@@ -133,7 +133,7 @@ def test_keep_names_modules() -> None:
 
 def test_adapters_on_encoded_experts_are_refused(tmp_path: Path) -> None:
     model = causal_models.build("qwen3_moe")
-    quantise(model, "int8")
+    encode_weights(model, "int8")
     targets = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
     adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **targets))
     with pytest.raises(ValueError, match=r"target_parameters of PEFT names .*, and .*_proj is encoded"):

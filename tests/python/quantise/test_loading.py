@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import causal_models
 import roundpipe
 from roundpipe.quantise.modules import decoded_parameters, encodings_of
-from roundpipe.quantise.place import quantise
+from roundpipe.quantise import encode_weights
 from sweeps import sweep
 
 IDS = torch.randint(3, causal_models.VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(1))
@@ -35,7 +35,7 @@ def test_the_numbers_are_those_of_a_model_in_memory(name: str, format: str, tmp_
     causal_models.build(name).to(torch.bfloat16).save_pretrained(tmp_path)
     loaded = roundpipe.from_pretrained(tmp_path, peft_config=adapters(), quantise=format)
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    choice = quantise(plain, format)
+    choice = encode_weights(plain, format)
     expected = dict(decoded_parameters(plain))
     found = {
         name.removeprefix("base_model.model.").replace(".base_layer", ""): values
@@ -97,7 +97,7 @@ def test_a_weight_that_is_not_finite_is_named(folder: Path, tmp_path: Path) -> N
 
 def test_merging_into_encoded_weights_is_an_error(folder: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    quantise(model, "int8")
+    encode_weights(model, "int8")
     adapted = peft.get_peft_model(model, adapters(init_lora_weights=False))
     for safe in (False, True):
         with pytest.raises(RuntimeError, match="a weight that is encoded was to be written to"):

@@ -1,0 +1,46 @@
+"""What a model's encoded weights take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from roundpipe.quantise.modules import encodings_of
+
+
+@dataclass(frozen=True)
+class EncodedBytes:
+    """Bytes of a model's parameters on the host, and on links for each time that they move.
+
+    Attributes:
+        encoded: of the weights that are encoded.
+        decoded: of their numbers, in their dtype.
+        others: by name, of all other parameters.
+    """
+
+    encoded: int
+    decoded: int
+    others: dict[str, int]
+
+    def __str__(self) -> str:
+        rest = sum(self.others.values())
+        share = self.encoded / self.decoded if self.decoded else 0.0
+        return (
+            f"{self.encoded / 1e9:.2f} GB encoded ({share:.1%} of {self.decoded / 1e9:.2f} GB), "
+            f"{rest / 1e9:.2f} GB of {len(self.others)} other parameters as they are"
+        )
+
+
+def encoded_bytes(model: nn.Module) -> EncodedBytes:
+    """Counts the bytes of a model's parameters."""
+    parameters = dict(model.named_parameters())
+    encoded = decoded = 0
+    for name, encoding in encodings_of(model).items():
+        parts = [parameters.pop(name + suffix) for suffix in encoding.suffixes]
+        encoded += sum(part.nbytes for part in parts)
+        count = 1
+        for size in encoding.sizes(parts):
+            count *= size
+        decoded += count * encoding.dtype.itemsize
+    return EncodedBytes(encoded, decoded, {name: parameter.nbytes for name, parameter in parameters.items()})
