@@ -42,6 +42,8 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("lora_dropout", options.lora_dropout);
   visit("lora_rslora", options.lora_rslora);
   visit("adapter", options.adapter);
+  visit("quantise", options.quantise);
+  visit("quantise_keep", options.quantise_keep);
   visit("rows", options.rows);
   visit("length", options.length);
   visit("batch_tokens", options.batch_tokens);
@@ -161,6 +163,10 @@ void check_together(Options& options) {
     if (options.host_memory_bytes == 0) refuse("--host-memory is 0, expected more, or no such option for no limit");
   }
   if (options.merge && !trains_adapters(options)) refuse("--merge is given, expected --lora or --adapter beside it");
+  if (options.merge && !options.quantise.empty()) {
+    refuse("--merge and --quantise are given, expected one of them, since adapters merge into plain weights; "
+           "roundpipe export merges the adapter into the model that it is from");
+  }
 }
 
 }  // namespace
@@ -205,6 +211,11 @@ std::optional<LoraOptions> lora_of(const Options& options) {
   const std::vector<std::string> all = {"all-linear"};
   return LoraOptions{options.lora_rank, options.lora_alpha, options.lora_dropout, options.lora_rslora,
                      options.lora_targets.empty() ? all : options.lora_targets};
+}
+
+std::optional<QuantiseOptions> quantise_of(const Options& options) {
+  if (options.quantise.empty()) return std::nullopt;
+  return QuantiseOptions{options.quantise, options.quantise_keep};
 }
 
 std::optional<models::Attention> attention_option(const Options& options) {

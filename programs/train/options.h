@@ -25,6 +25,8 @@ struct Options {
   double lora_alpha = 0, lora_dropout = 0;
   std::vector<std::string> lora_targets;  // empty: all linear layers
   std::string adapter;
+  std::string quantise;  // empty: nothing is encoded
+  std::vector<std::string> quantise_keep;
   bool merge = false;
   std::string evaluation_file;  // empty: documents of `tokens` are held out
   bool resume = false, dry_run = false, verify_tokens = false, replace_model = false;
@@ -74,6 +76,8 @@ LearningRate learning_rate(const Options& options, int64_t steps);
 std::optional<models::Attention> attention_option(const Options& options);
 // None without --lora.
 std::optional<LoraOptions> lora_of(const Options& options);
+// How its frozen weights are encoded; unset: they are not.
+std::optional<QuantiseOptions> quantise_of(const Options& options);
 // Whether adapters are trained, new ones or those of --adapter.
 bool trains_adapters(const Options& options);
 

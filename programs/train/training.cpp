@@ -63,6 +63,7 @@ LanguageModelOptions model_options(const Options& options) {
   made.layers.attention = attention_option(options);
   made.layers.arithmetic = parse_arithmetic(options.arithmetic);
   made.lora = lora_of(options);
+  made.quantise = quantise_of(options);
   made.adapter = options.adapter;
   made.model.name = "roundpipe-train";
   RunOptions& run = made.model.run;

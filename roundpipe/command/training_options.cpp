@@ -8,6 +8,7 @@
 #include <roundpipe/core/arithmetic.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/number_text.h>
+#include <roundpipe/quantise/format.h>
 
 namespace roundpipe {
 
@@ -89,6 +90,11 @@ std::vector<TrainingOption> make_options() {
        .below = true},
       {.name = "lora_rslora", .help = "Scale by alpha / sqrt(rank).", .otherwise = false},
       {.name = "adapter", .help = "Folder of a PEFT adapter to go on from.", .of_a_machine = true},
+      {.name = "quantise",
+       .help = "Hold the frozen weights of linear layers and experts in about 4 bits (nf4, nf4-double, mxfp4) or 8.",
+       .choices = quantise::format_names()},
+      {.name = "quantise_keep",
+       .help = "A module whose weights stay as they are, such as down_proj; again for more."},
 
       {.name = "rows",
        .help = "packed: short samples share a row, without seeing each other. stream: no gaps. padded: a row for each.",
@@ -232,6 +238,14 @@ void check_adapters(const OptionValues& values) {
   }
 }
 
+void check_quantised(const OptionValues& values) {
+  if (is_given(values, "quantise") && !trains_adapters(values)) {
+    refuse("quantise", value_of(values, "quantise"), "it only where adapters train on frozen weights: with --lora");
+  }
+  if (is_given(values, "quantise_keep") && !is_given(values, "quantise"))
+    refuse("quantise_keep", value_of(values, "quantise_keep"), "it only with --quantise");
+}
+
 void check_update_rule(const OptionValues& values) {
   const std::string rule = text_of(values, "optimizer");
   if (text_of(values, "moments") == "8bit" && rule != "adam" && rule != "adamw") {
@@ -260,6 +274,7 @@ const TrainingOption& training_option(std::string_view name) {
 void check_training_options(const OptionValues& values) {
   for (const TrainingOption& option : training_options()) check_range(option, value_of(values, option.name));
   check_adapters(values);
+  check_quantised(values);
   check_update_rule(values);
   const int64_t length = count_of(values, "length");
   if (tokens_of_step(values) < length) {

@@ -3,6 +3,7 @@
 #include <array>
 #include <stdexcept>
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 
 #include <roundpipe/core/error.h>
@@ -65,10 +66,16 @@ class BlockFormat final : public Format {
     if (const std::string reason = reason_against(numbers.sizes()); !reason.empty()) {
       throw std::invalid_argument(concat("[quantise] the tensor ", reason));
     }
+    if (numbers.is_meta()) {
+      std::vector<at::Tensor> empty;
+      for (const Part& part : parts(numbers.sizes()))
+        empty.push_back(at::empty(part.sizes, numbers.options().dtype(part.dtype)));
+      return empty;
+    }
     const kernels::EncodedNumbers encoded = kernels::encode(numbers, layout_.form, block_of(numbers.sizes()));
     const at::Tensor& scales = encoded.scales;
     const at::Tensor finite = layout_.form == "mxfp4" ? scales.ne(255) : at::isfinite(scales);
-    if (!scales.is_meta() && !finite.all().item<bool>()) {
+    if (!finite.all().item<bool>()) {
       throw std::invalid_argument(
           "[quantise] the tensor has inf or NaN, expected finite numbers; look at the model that it is from");
     }

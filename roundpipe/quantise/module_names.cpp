@@ -2,10 +2,12 @@
 
 #include <string>
 
+#include <roundpipe/core/error.h>
+
 namespace roundpipe::quantise {
 
 bool is_name_of(std::string_view name, std::string_view path) {
-  return !name.empty() && ("." + std::string(path) + ".").find("." + std::string(name) + ".") != std::string::npos;
+  return !name.empty() && concat(".", path, ".").find(concat(".", name, ".")) != std::string::npos;
 }
 
 }  // namespace roundpipe::quantise

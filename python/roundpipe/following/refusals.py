@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from roundpipe.quantise.modules import refuse_adapters
+from roundpipe.quantise.adapters import refuse_adapters
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 

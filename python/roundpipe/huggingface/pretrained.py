@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +16,7 @@ from roundpipe.model.memory.budget import HOST_VARIABLE, BudgetError, budget_of,
 from roundpipe.model.pipe import RoundPipe
 from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.ops.packed_attention import register
-from roundpipe.quantise.stacked import EncodedStacks
+from roundpipe.quantise.adapters import add_adapters
 
 if TYPE_CHECKING:
     import os
@@ -95,16 +94,8 @@ def from_pretrained(
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
-        takes_all = getattr(peft_config, "target_modules", None) == "all-linear"
-        model = _peft().get_peft_model(model, peft_config)
-        if takes_all and any(isinstance(module, EncodedStacks) for module in model.modules()):
-            for config in model.peft_config.values():
-                config.target_parameters = None  # PEFT has named the experts there, and adapted none
-            warnings.warn(
-                "[from_pretrained] 'all-linear' leaves out the experts, whose matrices are encoded; name the layers in "
-                "target_modules, or keep=['experts'] adapts them as well",
-                stacklevel=2,
-            )
+        _peft()
+        model = add_adapters(model, peft_config)
     model.eval()  # PEFT's own modules start in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped

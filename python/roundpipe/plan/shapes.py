@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,9 @@ from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
 from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan.shape_meter import ShapeMeter
+from roundpipe.quantise import encode_weights
+from roundpipe.quantise.adapters import add_adapters
+from roundpipe.quantise.modules import plain_class
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -89,6 +92,8 @@ def make_model(
     lora_rank: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     adapters: PeftConfig | None = None,
+    quantise: str | None = None,
+    keep: Sequence[str] = (),
 ) -> nn.Module:
     """Makes the model on the meta device.
 
@@ -96,6 +101,7 @@ def make_model(
         lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` of the
             layers. Experts stored as one tensor are not such modules.
         adapters: trains these instead.
+        quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `from_pretrained`.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
@@ -117,17 +123,17 @@ def make_model(
             "'sdpa': the memory of other kinds cannot be predicted"
         )
     model.set_attn_implementation(_ATTENTION)
+    if quantise is not None:
+        encode_weights(model, quantise, keep)
     if lora_rank is not None:
         from peft import LoraConfig
 
         modules = find_layers(model).named_modules()
-        linear = {name.rpartition(".")[2] for name, module in modules if type(module) is nn.Linear}
+        linear = {name.rpartition(".")[2] for name, module in modules if plain_class(module) is nn.Linear}
         adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
     if adapters is not None:
-        from peft import get_peft_model
-
         with _META:
-            model = get_peft_model(model, adapters, low_cpu_mem_usage=True)
+            model = add_adapters(model, adapters, low_cpu_mem_usage=True)
     made: nn.Module = model.train()
     return made
 

@@ -43,17 +43,3 @@ def encodings_of(model: nn.Module) -> dict[str, _core.Encoding]:
         elif isinstance(module, EncodedStacks):
             found |= {before + name: encoding for name, encoding in module.encodings.items()}
     return found
-
-
-def refuse_adapters(model: nn.Module) -> None:
-    """Raises ValueError if PEFT was told to adapt parameters (not layers) that are encoded, which it would not do."""
-    encoded = encodings_of(model)
-    for config in getattr(model, "peft_config", {}).values():
-        for target in getattr(config, "target_parameters", None) or ():
-            name = next((name for name in encoded if f".{name}".endswith(f".{target}")), None)
-            if name is not None:
-                raise ValueError(
-                    f"[RoundPipe] target_parameters of PEFT names {target!r} (as 'all-linear' makes it), and {name} is "
-                    "encoded, expected adapters on linear layers, named in target_modules, or the parameter kept as it "
-                    "is: keep=['experts'] beside quantise"
-                )

@@ -84,6 +84,11 @@ class TrainConfig:
         ),
     ] = ""
 
+    quantise: Annotated[
+        Literal["nf4", "nf4-double", "mxfp4", "int8"] | None, _shared(_ADAPTERS, "quantise", show_default=False)
+    ] = None
+    quantise_keep: Annotated[list[str] | None, _shared(_ADAPTERS, "quantise_keep", metavar="MODULE")] = None
+
     rows: Annotated[
         Literal["packed", "padded"],
         _option(_DATA, "packed: short samples share a row, without seeing each other. padded: a row for each."),

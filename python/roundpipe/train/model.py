@@ -87,6 +87,8 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         arithmetic=config.arithmetic,
         host_memory=config.host_memory,
         device_memory=config.device_memory,
+        quantise=config.quantise,
+        keep=config.quantise_keep or (),
         **options,
     )
     if config.packed:
@@ -120,7 +122,9 @@ def meta_model(config: TrainConfig) -> nn.Module:
     model_config: Any = AutoConfig.from_pretrained(base)
     name = config.dtype or model_config.dtype or "float32"
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-    return make_model(model_config, dtype=dtype, adapters=adapters)
+    return make_model(
+        model_config, dtype=dtype, adapters=adapters, quantise=config.quantise, keep=config.quantise_keep or ()
+    )
 
 
 def lora_of(config: TrainConfig) -> Any:

@@ -42,6 +42,9 @@ TEST_CASE("formats: the parts are those that are said, and decode to the shape")
         CHECK(format.suffixes()[i] == parts[i].suffix);
       }
       CHECK((format.sizes_of(encoded[0].sizes()) == sizes));
+      const std::vector<Tensor> empty = format.encode(numbers.to(at::kMeta));
+      for (size_t i = 0; i < parts.size(); ++i) CHECK((empty[i].is_meta() && empty[i].sizes() == encoded[i].sizes()));
+      CHECK((format.decode(empty, at::kHalf).sizes() == at::IntArrayRef(sizes)));
       const Tensor decoded = format.decode(encoded, at::kBFloat16);
       CHECK((decoded.sizes() == at::IntArrayRef(sizes)));
       CHECK((decoded - numbers).abs().max().item<double>() < 0.3 * numbers.abs().max().item<double>());

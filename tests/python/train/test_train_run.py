@@ -330,3 +330,22 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
     result = "adapter" if kind == "lora" else "model"
     for file in (Path(whole.out) / result).glob("*.safetensors"):
         assert (Path(ours.out) / result / file.name).read_bytes() == file.read_bytes()
+
+
+def test_adapters_train_on_an_encoded_base(config: Callable[..., TrainConfig]) -> None:
+    ours = config(lora=True, quantise="nf4", quantise_keep=["down_proj"])
+    run(ours, io.StringIO())
+    losses = [line["loss"] for line in metrics(ours) if "loss" in line]
+    assert losses[-1] < losses[0]
+    model = load_model(ours)
+    kinds = {name: parameter.dtype for name, parameter in model.named_parameters()}
+    assert kinds["base_model.model.model.layers.0.mlp.up_proj.base_layer.weight_codes"] == torch.uint8
+    assert kinds["base_model.model.model.layers.0.mlp.down_proj.base_layer.weight"] == torch.float32
+    PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(ours.model), Path(ours.out) / "adapter")
+
+
+def test_encoding_without_adapters_is_refused(config: Callable[..., TrainConfig]) -> None:
+    with pytest.raises(ValueError, match="--quantise is nf4, expected it only where adapters train"):
+        run(config(quantise="nf4"), io.StringIO())
+    with pytest.raises(ValueError, match="--quantise-keep is .*, expected it only with --quantise"):
+        run(config(lora=True, quantise_keep=["mlp"]), io.StringIO())

@@ -7,6 +7,7 @@ safetensors (quantised weights, several devices, other formats), transformers' o
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import threading
 from collections import deque
@@ -28,7 +29,7 @@ from roundpipe.huggingface.weights.files import Checkpoint, empty_on_host
 from roundpipe.huggingface.weights.names import Names, Source
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError
 from roundpipe.quantise.choice import choose
-from roundpipe.quantise.place import place_encoded
+from roundpipe.quantise.place import encode_weights, place_encoded
 
 if TYPE_CHECKING:
     import os
@@ -85,6 +86,12 @@ class Quantise:
 
     format: str
     keep: tuple[str, ...] = ()
+
+    def empty(self, model: nn.Module) -> nn.Module:
+        """A copy of a model without values, with its weights encoded."""
+        copied = copy.deepcopy(model)
+        encode_weights(copied, self.format, self.keep)
+        return copied
 
 
 class _Mapping:
@@ -162,9 +169,9 @@ class _Fill:
             # or this is another version of transformers.
             self._refuse_encoding("its tensors have to be converted")
             return None
-        if self._admit is not None:
-            self._admit(model)
         chosen = None if self._quantise is None else choose(model, self._quantise.format, self._quantise.keep)
+        if self._admit is not None:
+            self._admit(model if self._quantise is None else self._quantise.empty(model))
         encoded = frozenset() if chosen is None else chosen.encoded
         mappable = {name for name, _ in model.named_parameters()} - encoded if self._mapped else set()
         with _Reader(checkpoint, dtypes, mappable) as reader:
