@@ -146,7 +146,7 @@ $(BUILD)/.configured: $(VENV)/.package
 
 build: $(BUILD)/.configured
 	@! find roundpipe python/src -newer "$$(ls -t python/roundpipe/_core*.so 2>/dev/null | head -n 1)" 2>&1 | grep -q . || \
-	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 3 minutes on two cores"
+	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 7 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured
@@ -156,14 +156,14 @@ $(BUILD)/.with_tests: $(BUILD)/.configured
 # --- Tests -------------------------------------------------------------------------------------------------------
 
 build-tests: $(BUILD)/.with_tests
-	$(call say,3,compiling the C++ tests. About 3 minutes on two cores)
+	$(call say,3,compiling the C++ tests. About 5 minutes on two cores)
 	@$(NINJA) -C $(BUILD)
 
 test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 5 minutes on two cores)
+	$(call say,4,the Python tests. About 7 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------

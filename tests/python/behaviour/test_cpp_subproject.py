@@ -34,7 +34,9 @@ def commands(build: Path) -> list[str]:
     "options",
     [
         pytest.param(("-DBY=FetchContent", f"-DROUNDPIPE_PYTHON={sys.executable}"), id="FetchContent"),
-        pytest.param(("-DBY=add_subdirectory", f"-DROUNDPIPE_TORCH_DIR={TORCH}"), id="add_subdirectory"),
+        pytest.param(
+            ("-DBY=add_subdirectory", f"-DROUNDPIPE_TORCH_DIR={TORCH}"), id="add_subdirectory", marks=pytest.mark.long
+        ),
         pytest.param(
             ("-DBY=FetchContent", f"-DTorch_DIR={TORCH}/share/cmake/Torch", "-DTORCH_TOO=before"),
             id="find_package(Torch) before",
@@ -42,6 +44,7 @@ def commands(build: Path) -> list[str]:
         pytest.param(
             ("-DBY=FetchContent", f"-DTorch_DIR={TORCH}/share/cmake/Torch", "-DTORCH_TOO=after"),
             id="find_package(Torch) after",
+            marks=pytest.mark.long,
         ),
     ],
 )

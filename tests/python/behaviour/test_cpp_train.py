@@ -159,7 +159,7 @@ def test_a_stopped_training_goes_on_with_the_same_bits(
     assert evaluated == [8, 16, 24, 32, 40]
 
 
-@sweep("evaluate_every, asynchronous", [None, 2], [None, True], together=1)
+@sweep("evaluate_every, asynchronous", [2, None], [True, None], together=0)
 def test_a_run_that_is_resumed_settles_at_the_same_steps(
     asynchronous: bool | None, evaluate_every: int | None, train: Train, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from metric_lines import repeatable_lines
 from roundpipe import _core
+from sweeps import mostly_long
 from token_files import write_tokens
 
 PROGRAM = Path(__file__).resolve().parents[3] / "build" / "release" / "programs" / "train" / "roundpipe-train"
@@ -74,7 +75,9 @@ def test_a_run_scales_its_losses(train: Train, tmp_path: Path) -> None:
     assert "loss_scale" not in repeatable_lines(tmp_path / "other")[0]
 
 
-@pytest.mark.parametrize("more", [{}, {"asynchronous": True, "lora": True, "lora_dropout": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "more", mostly_long([{}, {"asynchronous": True, "lora": True, "lora_dropout": 0.2}], {}), ids=str
+)
 def test_a_run_goes_on_with_the_same_bits(more: dict[str, Any], train: Train, tmp_path: Path) -> None:
     whole, part = tmp_path / "whole", tmp_path / "part"
     done = train(**more, save_every=1, keep=STEPS, out=whole)

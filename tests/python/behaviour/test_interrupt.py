@@ -90,14 +90,19 @@ def test_ctrl_c_ends_a_script(loop: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "loop", [pytest.param(LOOP, id="function", marks=pytest.mark.long), pytest.param(FUSED, id="fused")]
+    ("loop", "times"),
+    [
+        pytest.param(LOOP, 12, id="function", marks=pytest.mark.long),
+        pytest.param(FUSED, 12, id="fused", marks=pytest.mark.long),
+        pytest.param(FUSED, 4, id="fused, a few times"),
+    ],
 )
-def test_ctrl_c_again_and_again_in_one_script(loop: str) -> None:
+def test_ctrl_c_again_and_again_in_one_script(loop: str, times: int) -> None:
     script = loop + textwrap.dedent(
-        """
+        f"""
         import threading
         threads = None
-        for _ in range(12):
+        for _ in range({times}):
             try:
                 print('ready', flush=True)
                 train()
@@ -115,7 +120,7 @@ def test_ctrl_c_again_and_again_in_one_script(loop: str) -> None:
     process = start(script)
     try:
         assert process.stdout is not None
-        for _ in range(12):
+        for _ in range(times):
             assert process.stdout.readline() == "ready\n", process.communicate()[1]
             time.sleep(delays.uniform(0, 0.15))
             process.send_signal(signal.SIGINT)

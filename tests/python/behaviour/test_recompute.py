@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import roundpipe
 from reference_loops import use_devices
 from roundpipe.model.call.run_config import RecomputeGrain
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,10 +72,10 @@ def step_of(native: bool, grain: RecomputeGrain, plan: roundpipe.ModelExecutePla
 @pytest.mark.parametrize(
     ("native", "grain", "backward"),
     [
-        (True, "stage", [1] * (LAYERS + 1)),
+        pytest.param(True, "stage", [1] * (LAYERS + 1), marks=pytest.mark.long),
         (False, "stage", [1] * (LAYERS + 1)),
         (True, "layer", [LAYERS, 1]),
-        (False, "layer", [LAYERS, 1]),
+        pytest.param(False, "layer", [LAYERS, 1], marks=pytest.mark.long),
         (True, "layer", None),
         pytest.param(True, "layer", [1] * (LAYERS + 1), marks=pytest.mark.long),
         pytest.param(True, "layer", [LAYERS + 1], marks=pytest.mark.long),
@@ -97,7 +98,7 @@ def test_a_layer_runs_forward_twice_and_natively_without_what_its_backward_does_
         assert made == LAYERS * MICROBATCHES * of_layer
 
 
-@pytest.mark.parametrize("size", [2, LAYERS])
+@pytest.mark.parametrize("size", mostly_long([2, LAYERS], LAYERS))
 def test_a_longer_stage_leaves_out_the_last_product_of_its_last_layer(size: int) -> None:
     use_devices(1)
     step = step_of(True, "stage", plan_with([size] * (LAYERS // size) + [1]))
@@ -106,7 +107,7 @@ def test_a_longer_stage_leaves_out_the_last_product_of_its_last_layer(size: int)
     assert products_of_layers(step) == MICROBATCHES * (LAYERS * (2 * FORWARD + BACKWARD) - stages)
 
 
-@pytest.mark.parametrize("grain", ["stage", "layer"])
+@pytest.mark.parametrize("grain", mostly_long(["stage", "layer"], "stage"))
 def test_what_a_fused_stage_keeps_is_not_computed_again(grain: RecomputeGrain) -> None:
     use_devices(1)
     plan = roundpipe.ModelExecutePlan()

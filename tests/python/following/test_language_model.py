@@ -45,7 +45,7 @@ def test_bits_of_the_plain_model(name: str, grain: Any, batch: str) -> None:
     check_gradients(gradients(model), theirs, exact=True)
 
 
-@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[::2]))
+@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[::4]))
 def test_many_devices_and_microbatches(name: str) -> None:
     model = build(name)
     reference = copy.deepcopy(model)
@@ -61,7 +61,7 @@ def test_many_devices_and_microbatches(name: str) -> None:
     check_gradients(gradients(model), theirs, exact=False)
 
 
-@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[1::2]))
+@pytest.mark.parametrize("name", mostly_long(ALL, *list(ALL)[2::4]))
 def test_outputs_and_their_graph(name: str) -> None:
     model = build(name)
     batch = padded_batch()
@@ -121,12 +121,13 @@ def test_steps_follow_the_plain_loop() -> None:
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "flags",
+@sweep(
+    "name, flags",
+    ["llama", "gemma2", "qwen3_moe"],
     [{"output_hidden_states": True}, {"output_attentions": True}, {"logits_to_keep": 2}, {"return_dict": False}],
-    ids=lambda flags: next(iter(flags)),
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+    together=1,
 )
-@pytest.mark.parametrize("name", ["llama", "gemma2", "qwen3_moe"])
 def test_what_a_forward_can_be_asked_for(name: str, flags: dict[str, Any]) -> None:
     model = build(name)
     model.set_attn_implementation("eager")
@@ -137,8 +138,7 @@ def test_what_a_forward_can_be_asked_for(name: str, flags: dict[str, Any]) -> No
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True) if isinstance(b, torch.Tensor))
 
 
-@pytest.mark.parametrize("at_call", [True, False])
-@pytest.mark.parametrize("name", ["qwen3_moe", "qwen2_moe", "gpt_oss"])
+@sweep("name, at_call", ["qwen3_moe", "qwen2_moe", "gpt_oss"], [True, False], together=1)
 def test_router_losses(name: str, at_call: bool) -> None:
     model = build(name)
     model.config.output_router_logits = not at_call

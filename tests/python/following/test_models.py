@@ -14,7 +14,7 @@ from transformers import BartConfig, BartForConditionalGeneration, BertForPreTra
 import roundpipe
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipe, RoundPipeRunConfig, wrap_model_to_roundpipe
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 from transformers_models import CONTRASTIVE, WITH_LOSS, WITHOUT_LOSS, build, text
 
 ONE = RoundPipeRunConfig(num_microbatch=1)
@@ -49,7 +49,7 @@ def test_bits_of_the_plain_model(name: str, grain: Any) -> None:
     check_gradients(gradients(model), theirs, exact=True)
 
 
-@sweep("name, devices", WITH_LOSS, [1, 2, 4], ids=str, together=1)
+@sweep("name, devices", WITH_LOSS, [1, 2, 4], ids=str, together=1, short=list(WITH_LOSS)[::3])
 def test_unequal_microbatches(name: str, devices: int) -> None:
     """Seven rows in three: three rows, two and two, with other numbers of labels that count."""
     make, batch = WITH_LOSS[name]
@@ -78,7 +78,7 @@ def test_the_loss_in_a_loss_function_is_its_part(name: str) -> None:
     check_gradients(gradients(model), theirs, exact=False)
 
 
-@sweep("name, microbatches", WITH_LOSS, [1, 3], ids=str, together=1)
+@sweep("name, microbatches", WITH_LOSS, [1, 3], ids=str, together=1, short=list(WITH_LOSS)[1::3])
 def test_outputs(name: str, microbatches: int) -> None:
     make, batch = WITH_LOSS[name]
     model = build(make)
@@ -209,7 +209,7 @@ def test_other_lengths_than_when_it_was_wrapped() -> None:
         assert torch.equal(wrapped(**batch).logits, expected)
 
 
-@pytest.mark.parametrize("name", ["t5", "bart", "whisper", "bert_masked"])
+@pytest.mark.parametrize("name", mostly_long(["t5", "bart", "whisper", "bert_masked"], "t5", "bert_masked"))
 def test_losses_in_bfloat16_are_cut(name: str) -> None:
     """What a loss is the mean of is found out although the loss itself is rounded to 8 bits."""
     make, batch = WITH_LOSS[name]

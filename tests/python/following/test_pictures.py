@@ -14,7 +14,7 @@ from torch import nn
 import roundpipe
 from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
-from sweeps import sweep
+from sweeps import mostly_long, sweep
 
 PICTURE, START, END, VIDEO = 96, 95, 94, 93
 TOKENS = 16
@@ -105,7 +105,7 @@ MODELS = {"llava": llava, "qwen2_vl": qwen2_vl}
 PICTURES = [[1, 1, 1, 1], [2, 0, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1, 2]]
 
 
-@sweep("name, pictures, microbatches", MODELS, PICTURES, [1, 2, 4], ids=str)
+@sweep("name, pictures, microbatches", MODELS, PICTURES, [1, 2, 4], ids=str, together=1)
 def test_mixed_batches(name: str, pictures: list[int], microbatches: int, one_torch_thread: None) -> None:
     make: Any = MODELS[name]
     roundpipe.devices("virtual:2,debug")
@@ -184,7 +184,7 @@ def test_positions_in_three_directions(one_torch_thread: None) -> None:
     check(qwen2_vl, text | {"position_ids": positions}, 3)
 
 
-@pytest.mark.parametrize("sounds", [[1, 1, 1], [2, 0, 1]])
+@pytest.mark.parametrize("sounds", mostly_long([[1, 1, 1], [2, 0, 1]], [2, 0, 1]))
 def test_sounds(sounds: list[int], one_torch_thread: None) -> None:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(4, 90, (3, 16), generator=generator)

@@ -188,8 +188,7 @@ def test_logits_are_there_again_after_a_loss_in_chunks_has_failed() -> None:
     torch.testing.assert_close(outputs.loss, expected.loss)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("options", [{}, CHUNKED], ids=["plain", "chunked"])
+@sweep("devices, options", [1, 2, 4], [{}, CHUNKED], ids=str, together=1)
 def test_losses_with_a_number_of_items_are_parts_of_a_sum(devices: int, options: Any) -> None:
     """`loss_fn` sees its part, `forward_backward` adds the parts, and so do the merged outputs."""
     roundpipe.devices(f"virtual:{devices}")
@@ -236,9 +235,7 @@ def test_return_logits(options: Any) -> None:
         wrapped(input_ids=batch["input_ids"], return_logits=False)
 
 
-@pytest.mark.parametrize("items", [None, 50])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@sweep("name, microbatches, items", ["qwen3_moe", "gpt_oss"], [1, 3], [None, 50], together=1)
 def test_routers_without_logits(name: str, microbatches: int, items: int | None) -> None:
     """The balancing loss and what it is made from are there, as in the published package."""
     batch: dict[str, Any] = {**padded_batch(), "output_router_logits": True}

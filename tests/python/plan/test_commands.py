@@ -98,7 +98,7 @@ def test_help_lists_options_in_their_order_and_drops_nothing() -> None:
 
 
 def test_other_schedules_stand_beside_ours() -> None:
-    options = ("--mode", "sync", "--microbatches", "16", "--compare", "all", "--json")
+    options = ("--mode", "sync", "--microbatches", "16", "--search-seconds", "0.1", "--compare", "all", "--json")
     report = json.loads(run("plan", "llama3.1-8b", *options).stdout)
     assert (report["devices"], report["microbatches"], report["mode"]) == (8, 16, "sync")
     by_name = {entry["schedule"]: entry for entry in report["schedules"]}
@@ -152,12 +152,13 @@ def test_more_gradient_groups_are_shown_where_they_shorten_the_step() -> None:
 
 def test_plan_explains_itself_and_its_stages_can_be_used(tmp_path: Path) -> None:
     path = tmp_path / "stages.json"
-    report = json.loads(run("plan", "qwen3-1.7b", "--mode", "sync", "--json", "--save", str(path)).stdout)
+    quick = ("plan", "qwen3-1.7b", "--search-seconds", "0.1", "--mode")
+    report = json.loads(run(*quick, "sync", "--json", "--save", str(path)).stdout)
     assert report["limit"] in ("compute", "traffic limit", "device memory", "fill and drain")
     assert report["next_best"]["step_ms"] >= report["step_ms"]
     plan = ModelExecutePlan.load(path)
     plan.check_valid(29, "fused")
-    text = run("plan", "qwen3-1.7b", "--mode", "inference").stdout
+    text = run(*quick, "inference").stdout
     assert "limited by" in text and "next best" in text
 
 

@@ -22,6 +22,7 @@ from roundpipe.model.call.loss_function import MicrobatchLoss
 from roundpipe.plan.fit import ROW_STEP, Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes, longest_row
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes, make_model, measure
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -144,7 +145,7 @@ def test_frozen_weights_that_stay_are_not_moved() -> None:
     assert all_stay.choices[0].step_ms < some_stay.choices[0].step_ms < none_stays.choices[0].step_ms
 
 
-@pytest.mark.parametrize("memory", [3_000_000, 10**9])
+@pytest.mark.parametrize("memory", mostly_long([3_000_000, 10**9], 3_000_000))
 def test_plans_whose_weights_stay_keep_to_the_room_on_the_host(memory: int) -> None:
     free, least = with_adapters(memory), with_adapters(memory, host_room=1)
     assert least.of_a_step < free.of_a_step
@@ -204,7 +205,11 @@ def change_in(verdict: str) -> list[str]:
         ),
         ({"--memory": "1GB", "--tokens": "512", "--host-memory": "6MB"}, ["--train"]),
         ({"--memory": "1GB", "--tokens": "512", "--host-memory": "2MB"}, ["--host-memory"]),
-        ({"--memory": "60MB", "--tokens": "16384", "--host-memory": "12MB"}, ["--tokens", "--moments"]),
+        pytest.param(
+            {"--memory": "60MB", "--tokens": "16384", "--host-memory": "12MB"},
+            ["--tokens", "--moments"],
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_change_that_is_named_fits(options: dict[str, str], changed: list[str], folder: Path) -> None:
@@ -240,7 +245,7 @@ def test_stages_get_longer_until_what_waits_has_room() -> None:
     assert boundary <= least.values <= 3 * boundary
 
 
-@pytest.mark.parametrize("memory", [20_000_000, 30_000_000])
+@pytest.mark.parametrize("memory", mostly_long([20_000_000, 30_000_000], 20_000_000))
 def test_on_a_small_device_fewer_boundaries_are_recomputed_from_layer_by_layer(memory: int) -> None:
     free = waiting(None, memory, tokens=1024)
     assert free.fits and free.grain == "stage"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -41,8 +42,10 @@ def test_a_cap_of_the_host_is_found() -> None:
     assert 0 < machine.rates["host_gb_per_s"] <= 0.65
 
 
-def test_the_command_writes_a_file_and_plans_for_it(tmp_path: Path) -> None:
+def test_the_command_writes_a_file_and_plans_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "machine.toml"
+    quickly = functools.partial(measure, rounds=1, layer_bytes=8_000_000)
+    monkeypatch.setattr("roundpipe.plan.measure.measure", quickly)
     roundpipe.devices("virtual:1,memory=100MB")
     options = ["plan", "qwen3-1.7b", "--measure", str(path), "--search-seconds", "0.001", "--json"]
     done = CliRunner().invoke(app, options, catch_exceptions=False)

@@ -17,7 +17,11 @@ class LongCases:
 
 
 def sweep(
-    names: str, *axes: Iterable[Any], ids: Callable[[Any], str] | None = None, together: int = 2
+    names: str,
+    *axes: Iterable[Any],
+    ids: Callable[[Any], str] | None = None,
+    together: int = 2,
+    short: Iterable[Any] | None = None,
 ) -> pytest.MarkDecorator:
     """Parametrizes a test over cases that cover `axes`; those beyond a covering few are marked `long`, and have every
     combination of the values of any three axes.
@@ -27,10 +31,12 @@ def sweep(
         ids: as pytest's.
         together: every combination of values of so many axes is among the few; 2: each pair, 1: each value,
             0: one case alone.
+        short: the values of the first axis that the few have; None: all of them.
     """
     values = [list(axis) for axis in axes]
     sizes = [len(axis) for axis in values]
-    few = covering(sizes, together)
+    first = list(range(sizes[0])) if short is None else [values[0].index(value) for value in short]
+    few = {(first[case[0]], *case[1:]) for case in covering([len(first), *sizes[1:]], together)}
     many = covering(sizes, 3) if LongCases.wanted else set()
     cases = []
     for case in sorted(few | many):

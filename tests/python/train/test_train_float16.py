@@ -27,6 +27,7 @@ from roundpipe.train.model import load_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.session import run
+from sweeps import mostly_long, sweep
 from tiny_chat import byte_tokenizer, chat_file, tiny_llama
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -99,7 +100,7 @@ def test_a_run_scales_its_losses_and_learns(config: Callable[..., TrainConfig], 
         {},
         {"asynchronous": True},
         {"rows": "padded", "clip": 0.0},
-        {"lora": True},
+        pytest.param({"lora": True}, marks=pytest.mark.long),
     ],
     ids=str,
 )
@@ -132,7 +133,7 @@ def test_a_run_has_the_bits_of_a_loop_with_a_scaler(
     assert 0 < skipped < STEPS
 
 
-@pytest.mark.parametrize("arithmetic", ["exact", "fast"])
+@pytest.mark.parametrize("arithmetic", mostly_long(["exact", "fast"], "fast"))
 def test_any_number_of_devices_has_the_same_bits(
     arithmetic: str, config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,8 +177,7 @@ def test_scaled_losses_of_the_model_have_plain_torchs_gradients(native: bool, ro
         assert torch.equal(one.grad, other.grad), name
 
 
-@pytest.mark.parametrize("stopped", [1, 4])
-@pytest.mark.parametrize("more", [{}, {"asynchronous": True, "lora": True, "lora_dropout": 0.2}], ids=str)
+@sweep("more, stopped", [{"asynchronous": True, "lora": True, "lora_dropout": 0.2}, {}], [1, 4], ids=str, together=0)
 def test_an_interrupted_run_goes_on_with_the_same_bits(
     more: dict[str, Any], stopped: int, config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -193,7 +193,7 @@ def test_an_interrupted_run_goes_on_with_the_same_bits(
     assert 0 < steps_of(ours)[-1]["skipped_steps"] < STEPS
 
 
-@pytest.mark.parametrize("more", [{}, {"asynchronous": True}], ids=str)
+@pytest.mark.parametrize("more", mostly_long([{}, {"asynchronous": True}], {"asynchronous": True}), ids=str)
 def test_a_run_that_was_killed_goes_on_from_a_checkpoint(
     more: dict[str, Any], config: Callable[..., TrainConfig], capsys: Any
 ) -> None:

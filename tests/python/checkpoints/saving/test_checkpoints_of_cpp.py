@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
+def mostly_long_cases(*few: int) -> list[Any]:
+    """CASES, of which all but `few` are marked `long`: each goes on in one direction at least."""
+    return [pytest.param(*case, marks=() if at in few else pytest.mark.long) for at, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), mostly_long_cases(1, 2))
 def test_python_goes_on_with_a_training_of_cpp(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     whole = in_cpp(tmp_path / "whole", kind, dtype, "virtual:2", 6)
     first = in_cpp(tmp_path / "run", kind, dtype, "virtual:3", 3)
@@ -38,7 +44,7 @@ def test_python_goes_on_with_a_training_of_cpp(tmp_path: Path, kind: str, dtype:
     assert training.steps(3) == [same_form(line) for line in whole[3:]]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), CASES)
+@pytest.mark.parametrize(("kind", "dtype"), mostly_long_cases(0, 3, 4))
 def test_cpp_goes_on_with_a_training_of_python(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
     roundpipe.devices("virtual:2")
     training = Training(kind, dtype)

@@ -59,7 +59,7 @@ def test_models_have_the_plain_models_bits(dtype: torch.dtype, targets: list[str
     check_plain_bits(adapted("qwen3", dtype, targets), batch("padded"))
 
 
-@sweep("task, dtype, kind", ["CAUSAL_LM", None], DTYPES, ["whole", "padded", "packed"], ids=str, together=2)
+@sweep("task, dtype, kind", ["CAUSAL_LM", None], DTYPES, ["whole", "padded", "packed"], ids=str, together=1)
 def test_the_parts_around_are_native_as_well(task: str | None, dtype: torch.dtype, kind: str) -> None:
     roundpipe.devices("virtual:2")
     packed_attention.register()

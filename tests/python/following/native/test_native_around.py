@@ -51,7 +51,13 @@ def make_packed(name: str) -> Any:
     return family.make(name, attn_implementation="packed")
 
 
-@sweep("name, kind", [*dense_models.MODELS, *moe_models.MODELS], ["whole", "padded", "packed"], together=1)
+@sweep(
+    "name, kind",
+    [*dense_models.MODELS, *moe_models.MODELS],
+    ["whole", "padded", "packed"],
+    together=1,
+    short=[*dense_models.MODELS, *moe_models.MODELS][::3],
+)
 def test_documents_of_packed_rows_are_found_natively(name: str, kind: str) -> None:
     """Also for layers with windows; the bits are the plain model's."""
     model = make_packed(name)
@@ -178,8 +184,7 @@ def test_other_models_are_called_in_python(monkeypatch: pytest.MonkeyPatch) -> N
     assert set(reasons(make("llama")).values()) == {expected}
 
 
-@pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@sweep("name, kind", ["llama", "qwen3_moe"], ["whole", "padded", "packed"], together=1)
 def test_outputs_are_the_models(name: str, kind: str) -> None:
     """Their class and their keys too, with a loss, without one, and with nothing but a loss."""
     model = moe_models.make(name) if name in moe_models.MODELS else make(name)

@@ -13,6 +13,7 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -76,7 +77,7 @@ def losses_with(between: Between, fused: bool, folder: Path) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("fused", mostly_long([True, False], True))
 @pytest.mark.filterwarnings("ignore:.*outside of step_fn")
 def test_looks_leave_the_losses_as_they_are(fused: bool, tmp_path: Path) -> None:
     expected = losses_with(lambda own, folder: None, fused, tmp_path)

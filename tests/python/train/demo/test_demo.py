@@ -31,6 +31,7 @@ from roundpipe.train.demo.plain_loop import GRADIENTS, OPTIMIZER, WEIGHTS, Outco
 from roundpipe.train.demo.preset import STEPS, demo_config, is_judged
 from roundpipe.train.demo.untrained import build_llama, save_model, train_tokenizer
 from roundpipe.train.demo.verdict import Guessing, exact, fits, guess, learns, right_share
+from sweeps import mostly_long
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -161,7 +162,7 @@ def proof_case(dtype: torch.dtype = torch.float32) -> tuple[LlamaForCausalLM, li
     return build_llama(300, 16, seed=1, dtype=dtype), list(tokens)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", mostly_long([torch.float32, torch.bfloat16], torch.bfloat16))
 def test_pipeline_has_the_bits_of_the_loop_written_by_hand(dtype: torch.dtype) -> None:
     llama, batches = proof_case(dtype)
     before = [parameter.detach().clone() for parameter in llama.parameters()]
@@ -353,7 +354,9 @@ def test_command_does_not_import_torch_for_help() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "0"], ["--dtype", "int8"], ["--steps", "many"]])
+@pytest.mark.parametrize(
+    "arguments", mostly_long([["--steps", "0"], ["--dtype", "int8"], ["--steps", "many"]], ["--steps", "0"])
+)
 def test_bad_arguments_exit_with_two_and_no_traceback(arguments: list[str], tmp_path: Path) -> None:
     result = run_command("demo", *arguments, "--out", "run", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
