@@ -1,4 +1,4 @@
-"""NF4 decodes to the numbers of bitsandbytes, and is encoded as there."""
+"""NF4 decodes to the numbers of bitsandbytes, and is encoded as there. `make test-all` installs it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,7 @@ import torch
 from roundpipe import _core
 from sweeps import sweep
 
-bitsandbytes = pytest.importorskip("bitsandbytes")
 functional = pytest.importorskip("bitsandbytes.functional")
-
-
-def theirs(state: object, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """By bitsandbytes' own definition in torch operations, since its kernels for the host round bf16 otherwise."""
-    values: torch.Tensor = functional.dequantize_4bit(codes, state)
-    return values.to(dtype)
 
 
 @sweep("dtype, shape", [torch.float32, torch.bfloat16, torch.float16], [(64, 128), (3, 50), (5, 2)], ids=str)
@@ -26,7 +19,7 @@ def test_the_same_codes_scales_and_numbers(dtype: torch.dtype, shape: tuple[int,
     assert torch.equal(scales, state.absmax)
     assert torch.equal(codes.flatten(), their_codes.flatten()[: codes.numel()])
     values = _core.Encoding("nf4", torch.float32).values([codes, scales])
-    assert torch.equal(values, theirs(state, their_codes, torch.float32))
+    assert torch.equal(values, functional.dequantize_4bit(their_codes, state))
 
 
 def test_scales_of_8_bits() -> None:
@@ -38,5 +31,5 @@ def test_scales_of_8_bits() -> None:
     assert torch.allclose(offset, state.offset)
     parts = [codes, state.absmax.view(torch.uint8), state.state2.absmax, state.offset.view(1), state.state2.code]
     values = _core.Encoding("nf4-double", torch.float32).values(parts)
-    assert torch.equal(values, theirs(state, their_codes, torch.float32))
+    assert torch.equal(values, functional.dequantize_4bit(their_codes, state))
     assert (scales.int() - state.absmax.int()).abs().max() <= 1
