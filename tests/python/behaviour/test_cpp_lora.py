@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from language_program import Program, batches, make_folder, needs_program
-from roundpipe.quantise.modules import decoded_parameters
 from roundpipe.quantise import encode_weights
+from roundpipe.quantise.modules import decoded_parameters
 
 pytestmark = [needs_program, pytest.mark.usefixtures("one_torch_thread")]  # as the program has
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]

@@ -17,9 +17,9 @@ from gradients import check_gradients, gradients
 from roundpipe import RoundPipeRunConfig, _core, wrap_model_to_roundpipe
 from roundpipe.following.native.check import reason_against_bits
 from roundpipe.following.native.decoder import NativeDecoder, native_decoder
+from roundpipe.quantise import encode_weights
 from roundpipe.quantise.linear import EncodedLinear
 from roundpipe.quantise.modules import decoded_parameters, encodings_of
-from roundpipe.quantise import encode_weights
 from roundpipe.quantise.stacked import EncodedStacks
 from sweeps import sweep
 

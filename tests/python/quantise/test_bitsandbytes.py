@@ -9,6 +9,7 @@ from roundpipe import _core
 from sweeps import sweep
 
 functional = pytest.importorskip("bitsandbytes.functional")
+pytestmark = pytest.mark.long
 
 
 @sweep("dtype, shape", [torch.float32, torch.bfloat16, torch.float16], [(64, 128), (3, 50), (5, 2)], ids=str)

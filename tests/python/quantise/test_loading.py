@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import causal_models
 import roundpipe
-from roundpipe.quantise.modules import decoded_parameters, encodings_of
 from roundpipe.quantise import encode_weights
+from roundpipe.quantise.modules import decoded_parameters, encodings_of
 from sweeps import sweep
 
 IDS = torch.randint(3, causal_models.VOCABULARY, (4, 12), generator=torch.Generator().manual_seed(1))

@@ -1,6 +1,6 @@
 """Writes a sharded model of so many layers, 0.14 GB each, loads it, and prints what memory that took, as JSON.
 
-Run by test_direct_loading.py in a process of its own, with a folder and the number of layers. Half of the tensors are
+Run by test_direct_loading.py in a process of its own, with a folder, the number of layers and, to encode them, a format. Half of the tensors are
 experts, which are stacked. Beyond what is there before, the process may map a fifth more writable memory than the model
 takes, or an allocation fails.
 """
@@ -88,10 +88,29 @@ def write_model(folder: Path, layers: int) -> dict[str, int]:
     return sums
 
 
-def main(folder: Path, layers: int) -> None:
+def load_encoded(folder: Path, layers: int, format: str) -> None:
+    """Prints what the encoded model takes, beside one layer's plain weights."""
+    import peft
+
+    adapters = peft.LoraConfig(r=1, task_type="CAUSAL_LM", target_modules=["q_proj"])
+    roundpipe.from_pretrained(folder / "small", peft_config=adapters, quantise=format)
+    write_model(folder, layers)
+    layer = sum(file.stat().st_size for file in folder.glob("*.safetensors")) // layers
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = status("VmRSS")
+    model: Any = roundpipe.from_pretrained(folder, peft_config=adapters, quantise=format)
+    peak = status("VmHWM") - before
+    final = sum(parameter.nbytes for parameter in model.parameters())
+    print(json.dumps({"final_bytes": final, "peak_bytes": peak, "layer_bytes": layer}))
+
+
+def main(folder: Path, layers: int, format: str = "") -> None:
     torch.set_num_threads(2)
     roundpipe.devices("virtual:1")
     Qwen3MoeForCausalLM(config(layers=2, hidden=64, inner=64)).save_pretrained(folder / "small")
+    if format:
+        load_encoded(folder, layers, format)
+        return
     roundpipe.from_pretrained(folder / "small")  # what is imported and started once is none of the model's memory
     sums = write_model(folder, layers)
     final = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -107,4 +126,4 @@ def main(folder: Path, layers: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

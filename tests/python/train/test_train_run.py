@@ -347,5 +347,5 @@ def test_adapters_train_on_an_encoded_base(config: Callable[..., TrainConfig]) -
 def test_encoding_without_adapters_is_refused(config: Callable[..., TrainConfig]) -> None:
     with pytest.raises(ValueError, match="--quantise is nf4, expected it only where adapters train"):
         run(config(quantise="nf4"), io.StringIO())
-    with pytest.raises(ValueError, match="--quantise-keep is .*, expected it only with --quantise"):
+    with pytest.raises(ValueError, match=r"--quantise-keep is .*, expected it only with --quantise"):
         run(config(lora=True, quantise_keep=["mlp"]), io.StringIO())

@@ -262,3 +262,13 @@ def test_gigabytes_in_their_own_size_and_a_tenth(layers: int, gigabytes: float, 
     assert report["final_bytes"] >= gigabytes * 1e9
     assert report["different"] == []
     assert report["peak_bytes"] <= 1.1 * report["final_bytes"], report
+
+
+@pytest.mark.long
+def test_gigabytes_encoded_take_their_encoded_size_and_a_layer(tmp_path: Path) -> None:
+    try:
+        report = report_of("loading_memory_program.py", tmp_path, "15", "nf4")
+    finally:
+        shutil.rmtree(tmp_path, ignore_errors=True)
+    assert report["final_bytes"] <= 0.15 * 2.1e9  # of fp32
+    assert report["peak_bytes"] <= 1.1 * (report["final_bytes"] + report["layer_bytes"]), report
