@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.quantise.modules import encodings_of
 
 _EXPERTS = "experts"
 _MATRICES_IN_A_STACK = 3  # dimensions
@@ -37,10 +38,12 @@ def choose(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
         keep: paths of modules, or last parts of them, whose parameters stay.
 
     Raises:
-        ValueError: the format is unknown, or a name in `keep` is that of no module.
+        ValueError: the format is unknown, a name in `keep` is that of no module, or nothing is left to be encoded.
     """
     if format not in _core.format_names():
         raise ValueError(f"[quantise] the format is {format!r}, expected one of {', '.join(_core.format_names())}")
+    if before := next(iter(encodings_of(model)), None):
+        raise ValueError(f"[quantise] {before} is encoded already, expected a model of plain weights")
     modules = dict(model.named_modules())
     names = list(keep)
     for name in names:

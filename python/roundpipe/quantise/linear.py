@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.quantise.decoded import DecodedTensor
+from roundpipe.quantise.parts import apply_to_parts
 
 
 class EncodedLinear(nn.Linear):
@@ -48,6 +49,11 @@ class EncodedLinear(nn.Linear):
         if name == "weight":
             return DecodedTensor.of(self.encoding.values(self.parts()))
         return super().__getattr__(name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedLinear:
+        others: Callable[[], Any] = lambda: nn.Linear._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # noqa: E731
+        apply_to_parts(self, self.part_names, [self.encoding], fn, others)
+        return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., inputs] -> [..., outputs]."""

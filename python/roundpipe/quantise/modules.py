@@ -22,7 +22,7 @@ def part_names(module: nn.Module) -> set[str]:
     if isinstance(module, EncodedLinear):
         return set(module.part_names)
     if isinstance(module, EncodedStacks):
-        return {name + suffix for name, encoding in module.encodings.items() for suffix in encoding.suffixes}
+        return set(module.part_names())
     return set()
 
 

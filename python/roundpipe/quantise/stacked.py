@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.quantise.decoded import DecodedTensor
+from roundpipe.quantise.parts import apply_to_parts
 
 _ENCODINGS = "encodings"
 
@@ -101,6 +102,9 @@ class EncodedStacks(nn.Module):
             return DecodedTensor.of(self.values(name)) if decoded is None else decoded.get(name)
         return super().__getattr__(name)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, (self.plain_class,), self.__dict__
+
     def parts(self, name: str) -> list[torch.Tensor]:
         """The tensors that hold an encoded parameter."""
         return [self._parameters[name + suffix] for suffix in self.encodings[name].suffixes]  # type: ignore[misc]
@@ -108,6 +112,15 @@ class EncodedStacks(nn.Module):
     def values(self, name: str) -> torch.Tensor:
         """The numbers of an encoded parameter, in new memory."""
         return self.encodings[name].values(self.parts(name))
+
+    def part_names(self) -> list[str]:
+        """Of the parameters that hold encoded ones."""
+        return [name + suffix for name, encoding in self.encodings.items() for suffix in encoding.suffixes]
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedStacks:
+        encodings = list(self.encodings.values())
+        apply_to_parts(self, self.part_names(), encodings, fn, lambda: super(EncodedStacks, self)._apply(fn, recurse))
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the plain class computes, with the same bits."""
@@ -133,10 +146,22 @@ def encode_stack(module: nn.Module, name: str, encoding: _core.Encoding, parts: 
         parts: what holds it, see `_core.encode`.
     """
     if not isinstance(module, EncodedStacks):
-        plain = type(module)
-        module.__class__ = type(f"Encoded{plain.__name__}", (EncodedStacks, plain), {"plain_class": plain})
+        module.__class__ = _class_for(type(module))
         module.__dict__[_ENCODINGS] = {}
     module.__dict__[_ENCODINGS] = {**module.__dict__[_ENCODINGS], name: encoding}
     del module._parameters[name]
     for suffix, part in zip(encoding.suffixes, parts, strict=True):
         module._parameters[name + suffix] = nn.Parameter(part, requires_grad=False)
+
+
+_classes: dict[type[nn.Module], type[EncodedStacks]] = {}
+
+
+def _class_for(plain: type[nn.Module]) -> type[EncodedStacks]:
+    return _classes.setdefault(plain, type(f"Encoded{plain.__name__}", (EncodedStacks, plain), {"plain_class": plain}))
+
+
+def _empty(plain: type[nn.Module]) -> EncodedStacks:
+    """For pickles, which do not find the class by its name."""
+    kind = _class_for(plain)
+    return kind.__new__(kind)

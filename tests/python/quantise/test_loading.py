@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +110,23 @@ def test_merging_into_encoded_weights_is_an_error(folder: Path) -> None:
             write()
     assert type(weight + 1) is type(weight[0]) is torch.Tensor
     assert weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_copies_and_casts(name: str) -> None:
+    model = causal_models.build(name).to(torch.bfloat16)
+    encode_weights(model, "nf4")
+    expected = model(IDS).logits
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    blank = causal_models.build(name, seed=5).to(torch.bfloat16)
+    encode_weights(blank, "nf4")
+    blank.load_state_dict(model.state_dict())
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False), blank, model.to(torch.bfloat16)):
+        assert torch.equal(other(IDS).logits, expected)
+    with pytest.raises(ValueError, match="decode to torch.bfloat16 were to become torch.float32"):
+        copy.deepcopy(model).float()
+    assert {parameter.device.type for parameter in model.to("meta").parameters()} == {"meta"}
+    with pytest.raises(ValueError, match="is encoded already"):
+        encode_weights(model, "nf4")
