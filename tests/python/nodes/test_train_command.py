@@ -150,3 +150,11 @@ def test_in_float16_all_nodes_have_one_scale(nodes: NodeProcesses, usual: dict[s
     assert scaling[0] == scaling[1] and scaling[0][1] == (32768, scaling[0][1][1]) and scaling[0][0] == (65536, 1)
     losses = [[line["loss"] for line in metrics(folder) if "loss" in line] for folder in (one, two)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+def test_adapters_on_an_encoded_base(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
+    values = {**usual, "lora": True, "quantise": "nf4"}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert [code for code, _ in nodes.results(1, TRAIN, {**values, "out": str(one)})] == [0]
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
+    assert_close(metrics(two), metrics(one))
