@@ -28,6 +28,37 @@ struct PackedCodes {
   }
 };
 
+// The values of a vector's 4-bit codes. The host looks them up, where a card chooses.
+template <typename Form>
+ROUNDPIPE_CODE void values_of(const unsigned* codes, float* to) {
+#ifdef ROUNDPIPE_ON_CARD
+  for (int i = 0; i < kVector; ++i) to[i] = Form::value(codes[i]);
+#else
+  Floats low, high;
+  Unsigneds places;
+  for (int i = 0; i < kVector; ++i) {
+    low[i] = Form::value(static_cast<unsigned>(i));
+    high[i] = Form::value(static_cast<unsigned>(i + kVector));
+  }
+  __builtin_memcpy(&places, codes, sizeof(places));
+  const Floats found = __builtin_shuffle(low, high, places);
+  __builtin_memcpy(to, &found, sizeof(found));
+#endif
+}
+
+// For each number how many of the ascending bounds it is above or, of those that are `reached`, at least equal to.
+template <int kBounds>
+ROUNDPIPE_CODE void count_bounds(const float* numbers, const float (&bounds)[kBounds], unsigned reached, unsigned* to) {
+  for (int i = 0; i < kVector; ++i) to[i] = 0;
+  for (int bound = 0; bound < kBounds; ++bound) {
+    const bool takes_equal = (reached >> bound & 1u) != 0;
+    for (int i = 0; i < kVector; ++i) {
+      const bool is_above = takes_equal ? numbers[i] >= bounds[bound] : numbers[i] > bounds[bound];
+      to[i] += is_above ? 1u : 0u;
+    }
+  }
+}
+
 // The larger one; NaN if one is.
 ROUNDPIPE_CODE float larger(float a, float b) { return b > a || b != b ? b : a; }
 ROUNDPIPE_CODE float magnitude(float x) { return from_bits(bits_of(x) & 0x7fffffffu); }
@@ -55,11 +86,12 @@ struct Nf4 : PackedCodes<true> {
   ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
   ROUNDPIPE_CODE static Scale scale(float largest) { return largest; }
   ROUNDPIPE_CODE static float inverse(float largest) { return 1.0f / (largest < 1e-38f ? 1e-38f : largest); }
-  // The nearest value; the lower one of two.
-  ROUNDPIPE_CODE static unsigned code(float scaled) {
-    unsigned found = 0;
-    for (unsigned i = 0; i < 15; ++i) found += scaled > (value(i) + value(i + 1)) / 2 ? 1u : 0u;
-    return found;
+  ROUNDPIPE_CODE static void values(const unsigned* codes, float* to) { values_of<Nf4>(codes, to); }
+  // The nearest values; the lower one of two.
+  ROUNDPIPE_CODE static void codes(const float* scaled, unsigned* to) {
+    float bounds[15];
+    for (unsigned i = 0; i < 15; ++i) bounds[i] = (value(i) + value(i + 1)) / 2;
+    count_bounds(scaled, bounds, 0u, to);
   }
 };
 
@@ -84,13 +116,14 @@ struct Mxfp4 : PackedCodes<false> {
     const unsigned exponent = scale(largest);  // 254 - exponent is that of the inverse, which is a plain number
     return from_bits((254u - (exponent == 255u ? 0u : exponent)) << 23);
   }
+  ROUNDPIPE_CODE static void values(const unsigned* codes, float* to) { values_of<Mxfp4>(codes, to); }
   // To nearest, ties to even mantissas.
-  ROUNDPIPE_CODE static unsigned code(float scaled) {
-    const float x = magnitude(scaled);
-    const unsigned found = (x > 0.25f ? 1u : 0u) + (x >= 0.75f ? 1u : 0u) + (x > 1.25f ? 1u : 0u) +
-                           (x >= 1.75f ? 1u : 0u) + (x > 2.5f ? 1u : 0u) + (x >= 3.5f ? 1u : 0u) +
-                           (x > 5.0f ? 1u : 0u);
-    return found | (bits_of(scaled) >> 28 & 8u);
+  ROUNDPIPE_CODE static void codes(const float* scaled, unsigned* to) {
+    const float bounds[7] = {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f};
+    float sizes[kVector];
+    for (int i = 0; i < kVector; ++i) sizes[i] = magnitude(scaled[i]);
+    count_bounds(sizes, bounds, 0x2au, to);
+    for (int i = 0; i < kVector; ++i) to[i] |= bits_of(scaled[i]) >> 28 & 8u;
   }
 };
 
@@ -108,9 +141,14 @@ struct Int8 {
   ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
   ROUNDPIPE_CODE static Scale scale(float largest) { return largest / 127.0f; }
   ROUNDPIPE_CODE static float inverse(float largest) { return 127.0f / (largest < 1e-38f ? 1e-38f : largest); }
-  ROUNDPIPE_CODE static unsigned code(float scaled) {
-    const float nearest = (scaled + kRounder) - kRounder;
-    return nearest == nearest ? static_cast<unsigned>(static_cast<int>(nearest)) & 255u : 0u;
+  ROUNDPIPE_CODE static void values(const unsigned* codes, float* to) {
+    for (int i = 0; i < kVector; ++i) to[i] = value(codes[i]);
+  }
+  ROUNDPIPE_CODE static void codes(const float* scaled, unsigned* to) {
+    for (int i = 0; i < kVector; ++i) {
+      const float nearest = (scaled[i] + kRounder) - kRounder;
+      to[i] = nearest == nearest ? static_cast<unsigned>(static_cast<int>(nearest)) & 255u : 0u;
+    }
   }
 };
 
@@ -121,7 +159,8 @@ struct Decode : PlainKernel {
   int width;
   int lanes;
   bool aligned;
-  int block;
+  int scales_of_item;
+  int shift;  // 2^shift numbers have a scale; 31: an item has
   const unsigned char* codes;
   const typename Form::Scale* scales;
   T* values;
@@ -132,8 +171,9 @@ struct Decode : PlainKernel {
     float x[kVector];
     const Int64 from = at.item * width + at.first;
     Form::read(codes, from, at.count, aligned, code);
-    const float factor = Form::factor(scales[at.item * (width / block) + at.first / block]);
-    for (int i = 0; i < kVector; ++i) x[i] = Form::value(code[i]) * factor;
+    const float factor = Form::factor(scales[at.item * scales_of_item + (at.first >> shift)]);
+    Form::values(code, x);
+    for (int i = 0; i < kVector; ++i) x[i] = x[i] * factor;
     write(values + from, at.count, aligned, x);
   }
 };
@@ -168,7 +208,8 @@ struct Encode : PlainKernel {
     const Int64 from = at.item * width + at.first;
     read(values + from, at.count, aligned, x);
     const float inverse = Form::inverse(joined[0]);
-    for (int i = 0; i < kVector; ++i) code[i] = Form::code(x[i] * inverse);
+    for (int i = 0; i < kVector; ++i) x[i] = x[i] * inverse;
+    Form::codes(x, code);
     Form::write(codes, from, at.count, code);
     if (at.first == 0) scales[at.item] = Form::scale(joined[0]);
   }

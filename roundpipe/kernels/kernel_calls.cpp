@@ -450,7 +450,10 @@ Tensor decode_numbers(const Tensor& given_codes, const Tensor& given_scales, std
       auto kernel = block == sizes.back() ? over_rows<Decode<Form, T>>(blocks, block)
                                           : over_pieces<Decode<Form, T>>(all, std::max<Int64>(kPiece, block));
       kernel.aligned = are_aligned(kernel.width, {&codes, &numbers});
-      kernel.block = static_cast<int>(block);
+      constexpr int kNoShift = 31;
+      const bool is_row = block == sizes.back();
+      kernel.scales_of_item = is_row ? 1 : static_cast<int>(kernel.width / block);
+      kernel.shift = is_row ? kNoShift : std::countr_zero(static_cast<std::uint64_t>(block));
       kernel.codes = static_cast<const unsigned char*>(codes.const_data_ptr());
       kernel.scales = read_of<typename Form::Scale>(scales);
       kernel.values = write_of<T>(numbers);

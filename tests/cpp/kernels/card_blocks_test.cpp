@@ -251,7 +251,8 @@ TEST_CASE("blocks: encoded numbers") {
   encode.compare("encode_nf4_bf16", encode_nf4_bf16);
   Case<Decode<Mxfp4, Float16>> decode(2, kMostLanes * kVector);
   decode.kernel.all = kAll;
-  decode.kernel.block = kBlock;
+  decode.kernel.scales_of_item = kMostLanes * kVector / kBlock;
+  decode.kernel.shift = 6;
   decode.kernel.codes = decode.bytes(kAll / 2);
   decode.kernel.scales = decode.bytes(kBlocks);
   decode.kernel.values = decode.numbers<Float16>(kAll);
@@ -263,7 +264,8 @@ TEST_CASE("blocks: encoded numbers") {
     to_bytes.kernel.scales = to_bytes.numbers<float>(items);
     to_bytes.compare("encode_int8_fp32", encode_int8_fp32);
     Case<Decode<Int8, BFloat16>> back(items, width);
-    back.kernel.block = width;
+    back.kernel.scales_of_item = 1;
+    back.kernel.shift = 31;
     back.kernel.codes = back.bytes(items * width);
     back.kernel.scales = back.numbers<float>(items);
     back.kernel.values = back.numbers<BFloat16>(items * width);
