@@ -164,8 +164,9 @@ void check_together(Options& options) {
   }
   if (options.merge && !trains_adapters(options)) refuse("--merge is given, expected --lora or --adapter beside it");
   if (options.merge && !options.quantise.empty()) {
-    refuse("--merge and --quantise are given, expected one of them, since adapters merge into plain weights; "
-           "roundpipe export merges the adapter into the model that it is from");
+    refuse(
+        "--merge and --quantise are given, expected one of them, since adapters merge into plain weights; "
+        "roundpipe export merges the adapter into the model that it is from");
   }
 }
 

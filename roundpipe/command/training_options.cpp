@@ -93,8 +93,7 @@ std::vector<TrainingOption> make_options() {
       {.name = "quantise",
        .help = "Hold the frozen weights of linear layers and experts in about 4 bits (nf4, nf4-double, mxfp4) or 8.",
        .choices = quantise::format_names()},
-      {.name = "quantise_keep",
-       .help = "A module whose weights stay as they are, such as down_proj; again for more."},
+      {.name = "quantise_keep", .help = "A module whose weights stay as they are, such as down_proj; again for more."},
 
       {.name = "rows",
        .help = "packed: short samples share a row, without seeing each other. stream: no gaps. padded: a row for each.",

@@ -19,22 +19,16 @@ std::string module_of(const std::string& name) { return name.substr(0, name.rfin
 
 EncodedWeights encoded_weights(const Config& config, const QuantiseOptions& options) {
   const quantise::Format& format = quantise::find_format(options.format);
+  const std::vector<WeightShape> shapes = weight_shapes(config);
+  std::vector<std::string> modules;
+  for (const auto& [name, shape] : shapes) modules.push_back(module_of(name));
+  quantise::require_modules(options.keep, modules);
   EncodedWeights found;
-  std::vector<char> is_used(options.keep.size(), 0);
-  for (const auto& [name, shape] : weight_shapes(config)) {
-    bool is_kept = false;
-    for (size_t i = 0; i < options.keep.size(); ++i) {
-      if (!quantise::is_name_of(options.keep[i], module_of(name))) continue;
-      is_kept = true;
-      is_used[i] = 1;
-    }
-    if (is_matrix(name) && !is_kept && format.reason_against(shape).empty()) found.emplace(name, shape);
-  }
-  const auto unused = std::ranges::find(is_used, 0);
-  if (unused != is_used.end()) {
-    throw std::invalid_argument(
-        concat("[language model] keep names '", options.keep[static_cast<size_t>(unused - is_used.begin())],
-               "', which is no module of the model, expected such as 'down_proj' or 'model.layers.0'"));
+  for (size_t i = 0; i < shapes.size(); ++i) {
+    const auto keeps = [&](const std::string& name) { return quantise::is_name_of(name, modules[i]); };
+    const auto& [name, shape] = shapes[i];
+    if (is_matrix(name) && std::ranges::none_of(options.keep, keeps) && format.reason_against(shape).empty())
+      found.emplace(name, shape);
   }
   if (found.empty()) throw std::invalid_argument("[language model] quantise leaves nothing to be encoded");
   return found;

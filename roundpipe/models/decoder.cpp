@@ -242,7 +242,7 @@ DecoderWeights find_decoder_weights(const std::vector<std::string>& names, const
     if (encoding == encodings.end()) return find(name, true);
     std::vector<Tensor> parts;
     for (const std::string& suffix : encoding->second.format->suffixes()) parts.push_back(find(name + suffix, true));
-    return quantise::Encoded(encoding->second, std::move(parts));
+    return quantise::EncodedTensor(encoding->second, std::move(parts));
   };
   const auto projection = [&](const std::string& name) {
     ops::Projection made{weight(name + ".weight")};

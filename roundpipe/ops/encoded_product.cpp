@@ -22,7 +22,7 @@ struct EncodedWay : torch::CustomClassHolder {
       : way(std::move(its_way)), encoding(weight_encoding), dtype(product_dtype) {}
 
   at::Tensor numbers(std::vector<at::Tensor> parts) const {
-    return quantise::Encoded(encoding, std::move(parts)).values().to(dtype);
+    return quantise::EncodedTensor(encoding, std::move(parts)).values().to(dtype);
   }
 
   const ProductWay way;

@@ -4,17 +4,18 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/quantise/encoded.h>
+#include <roundpipe/quantise/encoded_tensor.h>
 
 namespace roundpipe::ops {
 
-// A weight as a layer has it: a tensor, or a frozen one that is encoded (quantise::Encoded), whose numbers exist only
-// while they are used.
+// A weight as a layer has it: a tensor, or a frozen one that is encoded (quantise::EncodedTensor), whose numbers exist
+// only while they are used.
 class Weight {
  public:
   Weight() = default;
   Weight(at::Tensor plain) : parts_{std::move(plain)} {}  // NOLINT: a weight is a tensor as a rule
-  Weight(quantise::Encoded encoded) : encoding_(encoded.encoding()), parts_(encoded.parts()) {}  // NOLINT: likewise
+  Weight(quantise::EncodedTensor encoded)
+      : encoding_(encoded.encoding()), parts_(encoded.parts()) {}  // NOLINT: likewise
 
   bool defined() const { return !parts_.empty() && parts_.front().defined(); }
   bool is_encoded() const { return encoding_.format != nullptr; }
@@ -31,7 +32,7 @@ class Weight {
   // has numbers of two matrices.
   std::vector<Weight> select(const std::vector<int64_t>& matrices) const {
     std::vector<Weight> found;
-    for (quantise::Encoded& each : encoded().select(matrices)) found.emplace_back(std::move(each));
+    for (quantise::EncodedTensor& each : encoded().select(matrices)) found.emplace_back(std::move(each));
     return found;
   }
 
@@ -39,7 +40,7 @@ class Weight {
   at::Tensor values() const { return is_encoded() ? encoded().values() : parts_.at(0); }
 
  private:
-  quantise::Encoded encoded() const { return {encoding_, parts_}; }
+  quantise::EncodedTensor encoded() const { return {encoding_, parts_}; }
 
   quantise::Encoding encoding_;    // without a format: not encoded
   std::vector<at::Tensor> parts_;  // the tensor alone, or those of the encoded form

@@ -9,14 +9,9 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace roundpipe::quantise {
+#include <roundpipe/quantise/part.h>
 
-// One of the tensors that hold an encoded one.
-struct Part {
-  std::string suffix;  // of its name, behind that of the tensor: "_codes", "_scale"
-  c10::ScalarType dtype;
-  std::vector<int64_t> sizes;
-};
+namespace roundpipe::quantise {
 
 // A published way to store a tensor in fewer bits: codes, and a scale for each block of numbers in row-major order.
 // Thread safety: any thread.

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <roundpipe/quantise/format.h>
+#include <roundpipe/quantise/part.h>
 
 namespace roundpipe::quantise {
 

@@ -46,12 +46,7 @@ def choose(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
         raise ValueError(f"[quantise] {before} is encoded already, expected a model of plain weights")
     modules = dict(model.named_modules())
     names = list(keep)
-    for name in names:
-        if not any(_core.is_name_of(name, path) for path in modules):
-            raise ValueError(
-                f"[quantise] keep names {name!r}, which is no module of the model, expected such as 'lm_head' or "
-                "'model.layers.0.self_attn.q_proj'"
-            )
+    _core.require_modules(names, list(modules))
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
     places: dict[int, int] = {}

@@ -51,8 +51,8 @@ class EncodedLinear(nn.Linear):
         return super().__getattr__(name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedLinear:
-        others: Callable[[], Any] = lambda: nn.Linear._apply(self, fn, recurse)  # type: ignore[no-untyped-call]  # noqa: E731
-        apply_to_parts(self, self.part_names, [self.encoding], fn, others)
+        inner: Any = super()
+        apply_to_parts(self, self.part_names, [self.encoding], fn, lambda: inner._apply(fn, recurse))
         return self
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

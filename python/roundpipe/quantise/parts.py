@@ -34,8 +34,8 @@ def apply_to_parts(
         cast = function(torch.empty(0, dtype=encoding.dtype)).dtype
         if cast != encoding.dtype:
             raise ValueError(
-                f"[quantise] weights that decode to {encoding.dtype} were to become {cast}, expected the dtype that they "
-                "were encoded with; cast the model first, then encode it"
+                f"[quantise] weights that decode to {encoding.dtype} were to become {cast}, expected the dtype that "
+                "they were encoded with; cast the model first, then encode it"
             )
     parts = {name: module._parameters.pop(name) for name in names}
     try:

@@ -118,8 +118,8 @@ class EncodedStacks(nn.Module):
         return [name + suffix for name, encoding in self.encodings.items() for suffix in encoding.suffixes]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedStacks:
-        encodings = list(self.encodings.values())
-        apply_to_parts(self, self.part_names(), encodings, fn, lambda: super(EncodedStacks, self)._apply(fn, recurse))
+        inner: Any = super()
+        apply_to_parts(self, self.part_names(), list(self.encodings.values()), fn, lambda: inner._apply(fn, recurse))
         return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ _classes: dict[type[nn.Module], type[EncodedStacks]] = {}
 
 
 def _class_for(plain: type[nn.Module]) -> type[EncodedStacks]:
-    return _classes.setdefault(plain, type(f"Encoded{plain.__name__}", (EncodedStacks, plain), {"plain_class": plain}))
+    return _classes.setdefault(plain, type(f"{plain.__name__}OfCodes", (EncodedStacks, plain), {"plain_class": plain}))
 
 
 def _empty(plain: type[nn.Module]) -> EncodedStacks:

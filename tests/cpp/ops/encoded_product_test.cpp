@@ -16,7 +16,7 @@ namespace {
 
 Weight encoded(const Tensor& numbers, const char* format, bool transposed = false) {
   const quantise::Format& found = quantise::find_format(format);
-  return quantise::Encoded({&found, numbers.scalar_type(), transposed}, found.encode(numbers));
+  return quantise::EncodedTensor({&found, numbers.scalar_type(), transposed}, found.encode(numbers));
 }
 
 // Values and gradients of `of_weight` have the same bits as with the decoded numbers.

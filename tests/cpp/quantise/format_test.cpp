@@ -8,7 +8,7 @@
 #include <doctest/doctest.h>
 
 #include <roundpipe/kernels/kernels.h>
-#include <roundpipe/quantise/encoded.h>
+#include <roundpipe/quantise/encoded_tensor.h>
 #include <roundpipe/quantise/nested_scales.h>
 
 namespace roundpipe::quantise {
@@ -109,18 +109,18 @@ TEST_CASE("an encoded tensor: transposed ones, and one matrix of several") {
   for (const std::string& name : format_names()) {
     CAPTURE(name);
     const Format& format = find_format(name);
-    const Encoded plain({&format, at::kFloat}, format.encode(at::randn({5, 8, 64})));
-    const Encoded transposed({&format, at::kFloat, /*transposed=*/true}, plain.parts());
+    const EncodedTensor plain({&format, at::kFloat}, format.encode(at::randn({5, 8, 64})));
+    const EncodedTensor transposed({&format, at::kFloat, /*transposed=*/true}, plain.parts());
     CHECK((transposed.sizes() == std::vector<int64_t>{5, 64, 8}));
     CHECK(at::equal(transposed.values(), plain.values().transpose(1, 2)));
     CHECK(transposed.values().is_contiguous());
-    const std::vector<Encoded> some = transposed.select({3, 0});
+    const std::vector<EncodedTensor> some = transposed.select({3, 0});
     CHECK(some.size() == 2);
     CHECK(at::equal(some[0].values(), transposed.values()[3]));
     CHECK(at::equal(some[1].values(), transposed.values()[0]));
   }
   const Format& nf4 = find_format("nf4");
-  const Encoded odd({&nf4, at::kFloat}, nf4.encode(at::randn({4, 3, 16})));
+  const EncodedTensor odd({&nf4, at::kFloat}, nf4.encode(at::randn({4, 3, 16})));
   CHECK_THROWS_AS(odd.select({0}), std::invalid_argument);
 }
 

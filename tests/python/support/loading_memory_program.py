@@ -1,8 +1,8 @@
 """Writes a sharded model of so many layers, 0.14 GB each, loads it, and prints what memory that took, as JSON.
 
-Run by test_direct_loading.py in a process of its own, with a folder, the number of layers and, to encode, a format. Half of the tensors are
-experts, which are stacked. Beyond what is there before, the process may map a fifth more writable memory than the model
-takes, or an allocation fails.
+Run by test_direct_loading.py in a process of its own, with a folder, the number of layers and, to encode, a format.
+Half of the tensors are experts, which are stacked. Beyond what is there before, the process may map a fifth more
+writable memory than the model takes, or an allocation fails.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) 
         "8bit": {"moments": "8bit"},
         "lion": {"optimizer": "lion"},
         "sgd": {"optimizer": "sgd"},
-        "lora": {"lora": True},
+        "lora": {"lora": True, "lora_rank": 1},
         "bf16": {"dtype": "bfloat16"},
         "fp16": {"dtype": "float16"},
     }.items():

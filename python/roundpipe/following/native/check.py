@@ -52,7 +52,7 @@ def reason_against_bits(decoder: NativeDecoder, attention: str, experts: str | N
     is_large = sum(weight.numel() * weight.element_size() for weight in weights) > LARGE_BYTES
     rows, tokens = _OF_A_LARGE_LAYER if is_large else _ROWS_AND_TOKENS
     generator = torch.Generator().manual_seed(0)
-    dtype = decoder.layer.input_layernorm.weight.dtype
+    dtype = next((encoding.dtype for encoding in decoder.encodings.values()), weights[0].dtype)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(dtype)

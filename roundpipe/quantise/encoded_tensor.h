@@ -18,16 +18,16 @@ struct Encoding {
 };
 
 // An encoded tensor. It keeps no decoded numbers. Its parts are handles: whoever has them may point them elsewhere.
-class Encoded {
+class EncodedTensor {
  public:
-  Encoded(Encoding encoding, std::vector<at::Tensor> parts) : encoding_(encoding), parts_(std::move(parts)) {}
+  EncodedTensor(Encoding encoding, std::vector<at::Tensor> parts) : encoding_(encoding), parts_(std::move(parts)) {}
 
   const Encoding& encoding() const { return encoding_; }
   const std::vector<at::Tensor>& parts() const { return parts_; }
   // Of the tensor.
   std::vector<int64_t> sizes() const;
   // These ones of its first dimension. Throws std::invalid_argument if a block has numbers of two of them.
-  std::vector<Encoded> select(const std::vector<int64_t>& indices) const;
+  std::vector<EncodedTensor> select(const std::vector<int64_t>& indices) const;
   // Its numbers, in new memory, without autograd.
   at::Tensor values() const;
 

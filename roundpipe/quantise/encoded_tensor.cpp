@@ -1,4 +1,4 @@
-#include <roundpipe/quantise/encoded.h>
+#include <roundpipe/quantise/encoded_tensor.h>
 
 #include <stdexcept>
 #include <utility>
@@ -9,13 +9,13 @@
 
 namespace roundpipe::quantise {
 
-std::vector<int64_t> Encoded::sizes() const {
+std::vector<int64_t> EncodedTensor::sizes() const {
   std::vector<int64_t> sizes = encoding_.format->sizes_of(parts_.at(0).sizes());
   if (encoding_.transposed) std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
   return sizes;
 }
 
-std::vector<Encoded> Encoded::select(const std::vector<int64_t>& indices) const {
+std::vector<EncodedTensor> EncodedTensor::select(const std::vector<int64_t>& indices) const {
   const auto [format, parts] = encoding_.format->flat(parts_);
   const at::Tensor &codes = parts[0], &scales = parts[1];
   const int64_t count = codes.size(0), blocks = scales.numel() / count;
@@ -26,14 +26,14 @@ std::vector<Encoded> Encoded::select(const std::vector<int64_t>& indices) const 
   }
   Encoding encoding = encoding_;
   encoding.format = format;
-  std::vector<Encoded> found;
+  std::vector<EncodedTensor> found;
   for (const int64_t index : indices) {
     found.emplace_back(encoding, std::vector{codes.select(0, index), scales.narrow(0, index * blocks, blocks)});
   }
   return found;
 }
 
-at::Tensor Encoded::values() const {
+at::Tensor EncodedTensor::values() const {
   const at::NoGradGuard no_grad;
   const at::Tensor values = encoding_.format->decode(parts_, encoding_.dtype);
   return encoding_.transposed ? values.transpose(-2, -1).contiguous() : values;

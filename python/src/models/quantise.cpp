@@ -1,5 +1,5 @@
 #include <roundpipe/ops/projection.h>
-#include <roundpipe/quantise/encoded.h>
+#include <roundpipe/quantise/encoded_tensor.h>
 #include <roundpipe/quantise/module_names.h>
 
 #include "bindings.h"
@@ -7,7 +7,7 @@
 namespace roundpipe::python {
 
 namespace py = pybind11;
-using quantise::Encoded;
+using quantise::EncodedTensor;
 using quantise::Encoding;
 using quantise::Format;
 
@@ -22,6 +22,7 @@ Encoding make_encoding(const std::string& format, c10::ScalarType dtype, bool tr
 void bind_quantise(py::module_& module) {
   module.def("format_names", &quantise::format_names);
   module.def("is_name_of", &quantise::is_name_of, py::arg("name"), py::arg("path"));
+  module.def("require_modules", &quantise::require_modules, py::arg("names"), py::arg("paths"));
   module.def(
       "reason_against_format",
       [](const std::string& format, const std::vector<int64_t>& sizes) {
@@ -52,26 +53,26 @@ void bind_quantise(py::module_& module) {
       .def(
           "sizes",
           [](const Encoding& encoding, const std::vector<at::Tensor>& parts) {
-            return Encoded(encoding, parts).sizes();
+            return EncodedTensor(encoding, parts).sizes();
           },
           py::arg("parts"))
       .def(
           "values",
           [](const Encoding& encoding, const std::vector<at::Tensor>& parts) {
-            return Encoded(encoding, parts).values();
+            return EncodedTensor(encoding, parts).values();
           },
           py::arg("parts"), py::call_guard<py::gil_scoped_release>())
       .def(
           "matrix",
           [](const Encoding& encoding, const std::vector<at::Tensor>& parts, int64_t index) {
-            return Encoded(encoding, parts).select({index})[0].values();
+            return EncodedTensor(encoding, parts).select({index})[0].values();
           },
           py::arg("parts"), py::arg("index"), py::call_guard<py::gil_scoped_release>())
       .def(
           "linear",
           [](const Encoding& encoding, const at::Tensor& input, const std::vector<at::Tensor>& parts,
              const std::optional<at::Tensor>& bias) {
-            return ops::encoded_linear(input, Encoded(encoding, parts), bias);
+            return ops::encoded_linear(input, EncodedTensor(encoding, parts), bias);
           },
           py::arg("input"), py::arg("parts"), py::arg("bias"), py::call_guard<py::gil_scoped_release>())
       .def("__eq__",
