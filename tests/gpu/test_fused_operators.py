@@ -107,6 +107,18 @@ def test_the_cross_entropy_and_sums_in_fp32(device: str, dtype: torch.dtype) -> 
             assert torch.equal(bits(on_card), bits(on_host))
 
 
+@pytest.mark.kit
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form", "block", "width"), [("nf4", 64, 72), ("mxfp4", 32, 2048), ("int8", 1000, 1000)])
+def test_encoded_numbers(device: str, form: str, block: int, width: int, dtype: torch.dtype) -> None:
+    given = numbers(0, dtype, 9, width)
+    expected = ops.encode(given, form, block)
+    found = ops.encode(given.to(device), form, block)
+    assert all(torch.equal(one.cpu(), other) for one, other in zip(found, expected, strict=True))
+    decoded = ops.decode(*found, form, block, dtype).cpu()
+    assert torch.equal(bits(decoded), bits(ops.decode(*expected, form, block, dtype)))
+
+
 @pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf"), 1e30, 3e-39])
 def test_numbers_at_the_ends(device: str, special: float) -> None:
     x, y = torch.ones(3, 16), torch.full((3, 16), 2.0)

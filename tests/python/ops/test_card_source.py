@@ -21,6 +21,8 @@ ENTRIES = (
     "cross_entropy",
     "add_wide",
 )
+# Of numbers in 4 and 8 bits.
+ENCODINGS = tuple(f"{way}_{form}" for form in ("nf4", "mxfp4", "int8") for way in ("decode", "encode"))
 DTYPES = ("bf16", "fp16", "fp32")
 # A100, RTX 3090, RTX 4090, H100 and H200, RTX 5090
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -57,6 +59,8 @@ def test_the_source_includes_nothing_and_has_every_kernel() -> None:
     assert "#include" not in source
     for name in ENTRIES:
         assert re.search(rf"ROUNDPIPE_KERNEL\({name}_##suffix", source)
+    for name in ("nf4", "mxfp4", "int8"):
+        assert f"ROUNDPIPE_ENCODINGS_OF(suffix, T, {name}," in source
     for name in DTYPES:
         assert f"ROUNDPIPE_KERNELS_OF({name}," in source
 
@@ -72,7 +76,7 @@ def test_it_compiles_for_cards(architecture: str) -> None:
     assert "warning" not in log, log
     names = re.findall(r"Compiling entry function '(\w+)'", log)
     assert sorted(names) == sorted(
-        [f"{kernel}_{dtype}" for kernel in ENTRIES for dtype in DTYPES]
+        [f"{kernel}_{dtype}" for kernel in (*ENTRIES, *ENCODINGS) for dtype in DTYPES]
         + [f"{kernel}_{dtype}_fp32" for kernel in ENTRIES[:2] for dtype in DTYPES[:2]]
     )
     spilled = [int(number) for number in re.findall(r"(\d+) bytes spill", log)]
