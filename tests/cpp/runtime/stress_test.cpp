@@ -12,6 +12,7 @@
 
 #include <roundpipe/core/error.h>
 
+#include "../rounds.h"
 #include "support/model.h"
 
 using namespace roundpipe::runtime;
@@ -218,13 +219,16 @@ void run_case(unsigned seed, bool inject, bool fused) {
   CHECK(same_state(piped, plain, /*with_buffers=*/!failed));
 }
 
+unsigned cases(int few, int all) { return static_cast<unsigned>(rounds(few, all)); }
+
 TEST_SUITE("stress") {
   TEST_CASE("random models, plans, devices and steps: the plain loop's bits") {
-    for (unsigned seed = 0; seed < 200; ++seed) run_case(seed, /*inject=*/false, /*fused=*/seed % 2 == 1);
+    for (unsigned seed = 0; seed < cases(60, 200); ++seed) run_case(seed, /*inject=*/false, /*fused=*/seed % 2 == 1);
   }
 
   TEST_CASE("after an error anywhere, the next good step is the plain loop's") {
-    for (unsigned seed = 1000; seed < 1100; ++seed) run_case(seed, /*inject=*/true, /*fused=*/seed % 2 == 1);
+    for (unsigned seed = 1000; seed < 1000 + cases(40, 100); ++seed)
+      run_case(seed, /*inject=*/true, /*fused=*/seed % 2 == 1);
   }
 
   TEST_CASE("any event may come late: the same bits") {
@@ -234,7 +238,8 @@ TEST_SUITE("stress") {
       const unsigned draw = (count++ * 2654435761U) >> 24;
       if (draw < 24) std::this_thread::sleep_for(std::chrono::microseconds(draw * 40));
     });
-    for (unsigned seed = 2000; seed < 2060; ++seed) run_case(seed, /*inject=*/seed % 3 == 0, /*fused=*/seed % 2 == 1);
+    for (unsigned seed = 2000; seed < 2000 + cases(20, 60); ++seed)
+      run_case(seed, /*inject=*/seed % 3 == 0, /*fused=*/seed % 2 == 1);
     use_devices("virtual:1");
     roundpipe::device::set_completion_hook(nullptr);
   }

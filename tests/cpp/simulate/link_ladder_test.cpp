@@ -39,7 +39,7 @@ TEST_CASE("link search: each limit, loosened in two steps, never gives a slower 
     SearchOptions loose;
     loose.plan.microbatches = of.microbatches;
     loose.plan.gradient_groups = of.microbatches;
-    loose.effort = 100'000'000;
+    loose.effort = rounds(30'000'000, 100'000'000);
     const double loose_ms = found_ms(of, loose);
     const auto tightened_ms = [&](auto tighten) {
       SearchOptions options = loose;
