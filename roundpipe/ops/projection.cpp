@@ -3,6 +3,7 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -69,8 +70,11 @@ bool may_have_own_node(const at::Tensor& input, const at::Tensor& weight) {
 // The input's gradient of input @ matrix^T, for matrix_of(numbers).
 template <typename MatrixOf>
 auto backward_of(const at::Tensor& input, const MatrixOf& matrix_of) {
-  const at::Tensor rows = input.detach().reshape({-1, input.size(-1)});
-  return [matrix_of, sizes = input.sizes().vec(), of_rows = rows.sizes().vec(), strides = rows.strides().vec()](
+  const int64_t width = input.size(-1);
+  const std::vector<int64_t> of_rows = {width == 0 ? 0 : input.numel() / width, width};
+  // As reshape() makes the rows: a view, or a contiguous copy.
+  const auto viewed = at::detail::computeStride(input.sizes(), input.strides(), of_rows);
+  return [matrix_of, sizes = input.sizes().vec(), of_rows, strides = viewed.value_or(std::vector<int64_t>{width, 1})](
              const at::Tensor& gradient, const at::Tensor& numbers) {
     const at::Tensor matrix = matrix_of(numbers);
     return left_gradient(gradient.reshape({-1, matrix.size(0)}), matrix, of_rows, strides).view(sizes);
