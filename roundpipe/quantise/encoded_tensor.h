@@ -1,7 +1,6 @@
 #pragma once
 
-#include <memory>
-#include <optional>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>

@@ -16,115 +16,94 @@ namespace {
 
 int64_t product(at::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
-class BlockFormat final : public Format {
- public:
-  struct Layout {
-    std::string_view name;
-    std::string_view form;  // of kernels::encode
-    int64_t block;          // 0: a row
-    int64_t in_byte;        // codes
-    int64_t multiple;       // of numbers, that a row has
-    bool nested = false;
-  };
-  explicit constexpr BlockFormat(Layout layout) : layout_(layout) {}
-
-  std::string_view name() const override { return layout_.name; }
-
-  std::string reason_against(at::IntArrayRef sizes) const override {
-    if (sizes.empty()) return "has no dimensions, expected rows of numbers";
-    if (product(sizes) == 0) return "has no numbers";
-    if (sizes.back() % layout_.multiple == 0) return "";
-    return concat("has rows of ", sizes.back(), " numbers, expected a multiple of ", layout_.multiple, " for ",
-                  layout_.name);
-  }
-
-  std::vector<std::string> suffixes() const override {
-    if (layout_.nested) return {"_codes", "_scale", "_scale_scale", "_scale_offset", "_scale_map"};
-    return {"_codes", "_scale"};
-  }
-
-  std::vector<Part> parts(at::IntArrayRef sizes) const override {
-    std::vector<int64_t> codes = sizes.vec();
-    codes.back() /= layout_.in_byte;
-    std::vector<Part> found = {{"_codes", layout_.in_byte == 1 ? at::kChar : at::kByte, codes}};
-    const int64_t block = block_of(sizes), blocks = (product(sizes) + block - 1) / block;
-    if (layout_.nested) {
-      for (Part& part : nested_parts(blocks)) found.push_back(std::move(part));
-    } else {
-      found.push_back({"_scale", layout_.form == "mxfp4" ? at::kByte : at::kFloat, {blocks}});
-    }
-    return found;
-  }
-
-  std::vector<int64_t> sizes_of(at::IntArrayRef codes) const override {
-    std::vector<int64_t> sizes = codes.vec();
-    sizes.back() *= layout_.in_byte;
-    return sizes;
-  }
-
-  std::vector<at::Tensor> encode(const at::Tensor& numbers) const override {
-    if (const std::string reason = reason_against(numbers.sizes()); !reason.empty()) {
-      throw std::invalid_argument(concat("[quantise] the tensor ", reason));
-    }
-    if (numbers.is_meta()) {
-      std::vector<at::Tensor> empty;
-      for (const Part& part : parts(numbers.sizes()))
-        empty.push_back(at::empty(part.sizes, numbers.options().dtype(part.dtype)));
-      return empty;
-    }
-    const kernels::EncodedNumbers encoded = kernels::encode(numbers, layout_.form, block_of(numbers.sizes()));
-    const at::Tensor& scales = encoded.scales;
-    const at::Tensor finite = layout_.form == "mxfp4" ? scales.ne(255) : at::isfinite(scales);
-    if (!finite.all().item<bool>()) {
-      throw std::invalid_argument(
-          "[quantise] the tensor has inf or NaN, expected finite numbers; look at the model that it is from");
-    }
-    std::vector<at::Tensor> found = {encoded.codes};
-    if (layout_.nested) {
-      for (at::Tensor& part : nest(scales)) found.push_back(std::move(part));
-    } else {
-      found.push_back(scales);
-    }
-    return found;
-  }
-
-  std::pair<const Format*, std::vector<at::Tensor>> flat(const std::vector<at::Tensor>& parts) const override {
-    const size_t expected = suffixes().size();
-    if (parts.size() != expected || parts[0].dim() == 0) {
-      throw std::invalid_argument(concat("[quantise] there are ", parts.size(), " parts for ", layout_.name,
-                                         ", expected ", expected, ", of which the first has rows"));
-    }
-    if (!layout_.nested) return {this, parts};
-    return {&find_format(layout_.form), {parts[0], flattened({parts.begin() + 1, parts.end()})}};
-  }
-
-  at::Tensor decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const override {
-    const std::vector<at::Tensor> own = flat(parts).second;
-    return kernels::decode({own[0], own[1]}, layout_.form, block_of(sizes_of(own[0].sizes())), dtype);
-  }
-
- private:
-  int64_t block_of(at::IntArrayRef sizes) const { return layout_.block > 0 ? layout_.block : sizes.back(); }
-
-  Layout layout_;
-};
-
-const std::array<BlockFormat, 4>& formats() {
+const std::array<Format, 4>& formats() {
   constexpr int64_t kQloraBlock = 64, kMxBlock = 32;
   static const std::array all = {
-      BlockFormat({.name = "nf4", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2}),
-      BlockFormat(
-          {.name = "nf4-double", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2, .nested = true}),
-      BlockFormat({.name = "mxfp4", .form = "mxfp4", .block = kMxBlock, .in_byte = 2, .multiple = kMxBlock}),
-      BlockFormat({.name = "int8", .form = "int8", .block = 0, .in_byte = 1, .multiple = 1}),
+      Format({.name = "nf4", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2}),
+      Format({.name = "nf4-double", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2, .nested = true}),
+      Format({.name = "mxfp4", .form = "mxfp4", .block = kMxBlock, .in_byte = 2, .multiple = kMxBlock}),
+      Format({.name = "int8", .form = "int8", .block = 0, .in_byte = 1, .multiple = 1}),
   };
   return all;
 }
 
 }  // namespace
 
+std::string Format::reason_against(at::IntArrayRef sizes) const {
+  if (sizes.empty()) return "has no dimensions, expected rows of numbers";
+  if (product(sizes) == 0) return "has no numbers";
+  if (sizes.back() % layout_.multiple == 0) return "";
+  return concat("has rows of ", sizes.back(), " numbers, expected a multiple of ", layout_.multiple, " for ",
+                layout_.name);
+}
+
+std::vector<std::string> Format::suffixes() const {
+  if (layout_.nested) return {"_codes", "_scale", "_scale_scale", "_scale_offset", "_scale_map"};
+  return {"_codes", "_scale"};
+}
+
+std::vector<Part> Format::parts(at::IntArrayRef sizes) const {
+  std::vector<int64_t> codes = sizes.vec();
+  codes.back() /= layout_.in_byte;
+  std::vector<Part> found = {{"_codes", layout_.in_byte == 1 ? at::kChar : at::kByte, codes}};
+  const int64_t block = block_of(sizes), blocks = (product(sizes) + block - 1) / block;
+  if (layout_.nested) {
+    for (Part& part : nested_parts(blocks)) found.push_back(std::move(part));
+  } else {
+    found.push_back({"_scale", layout_.form == "mxfp4" ? at::kByte : at::kFloat, {blocks}});
+  }
+  return found;
+}
+
+std::vector<int64_t> Format::sizes_of(at::IntArrayRef codes) const {
+  std::vector<int64_t> sizes = codes.vec();
+  sizes.back() *= layout_.in_byte;
+  return sizes;
+}
+
+std::vector<at::Tensor> Format::encode(const at::Tensor& numbers) const {
+  if (const std::string reason = reason_against(numbers.sizes()); !reason.empty()) {
+    throw std::invalid_argument(concat("[quantise] the tensor ", reason));
+  }
+  if (numbers.is_meta()) {
+    std::vector<at::Tensor> empty;
+    for (const Part& part : parts(numbers.sizes()))
+      empty.push_back(at::empty(part.sizes, numbers.options().dtype(part.dtype)));
+    return empty;
+  }
+  const kernels::EncodedNumbers encoded = kernels::encode(numbers, layout_.form, block_of(numbers.sizes()));
+  const at::Tensor& scales = encoded.scales;
+  const at::Tensor finite = layout_.form == "mxfp4" ? scales.ne(255) : at::isfinite(scales);
+  if (!finite.all().item<bool>()) {
+    throw std::invalid_argument(
+        "[quantise] the tensor has inf or NaN, expected finite numbers; look at the model that it is from");
+  }
+  std::vector<at::Tensor> found = {encoded.codes};
+  if (layout_.nested) {
+    for (at::Tensor& part : nest(scales)) found.push_back(std::move(part));
+  } else {
+    found.push_back(scales);
+  }
+  return found;
+}
+
+std::pair<const Format*, std::vector<at::Tensor>> Format::flat(const std::vector<at::Tensor>& parts) const {
+  const size_t expected = suffixes().size();
+  if (parts.size() != expected || parts[0].dim() == 0) {
+    throw std::invalid_argument(concat("[quantise] there are ", parts.size(), " parts for ", layout_.name,
+                                       ", expected ", expected, ", of which the first has rows"));
+  }
+  if (!layout_.nested) return {this, parts};
+  return {&find_format(layout_.form), {parts[0], flattened({parts.begin() + 1, parts.end()})}};
+}
+
+at::Tensor Format::decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const {
+  const std::vector<at::Tensor> own = flat(parts).second;
+  return kernels::decode({own[0], own[1]}, layout_.form, block_of(sizes_of(own[0].sizes())), dtype);
+}
+
 const Format& find_format(std::string_view name) {
-  for (const BlockFormat& format : formats()) {
+  for (const Format& format : formats()) {
     if (format.name() == name) return format;
   }
   std::string known;
@@ -134,7 +113,7 @@ const Format& find_format(std::string_view name) {
 
 std::vector<std::string> format_names() {
   std::vector<std::string> names;
-  for (const BlockFormat& format : formats()) names.emplace_back(format.name());
+  for (const Format& format : formats()) names.emplace_back(format.name());
   return names;
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -17,24 +16,38 @@ namespace roundpipe::quantise {
 // Thread safety: any thread.
 class Format {
  public:
-  virtual ~Format() = default;
-  virtual std::string_view name() const = 0;
+  struct Layout {
+    std::string_view name;
+    std::string_view form;  // of kernels::encode
+    int64_t block;          // 0: a row
+    int64_t in_byte;        // codes
+    int64_t multiple;       // of numbers, that a row has
+    bool nested = false;    // whether scales are encoded as well, see nested_scales.h
+  };
+  explicit constexpr Format(Layout layout) : layout_(layout) {}
+
+  std::string_view name() const { return layout_.name; }
   // Why a tensor of these sizes has no such form, to follow its name; empty: it has one.
-  virtual std::string reason_against(at::IntArrayRef sizes) const = 0;
+  std::string reason_against(at::IntArrayRef sizes) const;
   // Of its parts, in their order, see Part.
-  virtual std::vector<std::string> suffixes() const = 0;
+  std::vector<std::string> suffixes() const;
   // What holds a tensor of these sizes. REQUIRES: there is no reason against it.
-  virtual std::vector<Part> parts(at::IntArrayRef sizes) const = 0;
+  std::vector<Part> parts(at::IntArrayRef sizes) const;
   // The sizes of the tensor whose codes have these.
-  virtual std::vector<int64_t> sizes_of(at::IntArrayRef codes) const = 0;
+  std::vector<int64_t> sizes_of(at::IntArrayRef codes) const;
   // The parts of bf16, fp16 or fp32 numbers, on their device. Throws std::invalid_argument for sizes that it has no
   // form for, and if a number is not finite.
-  virtual std::vector<at::Tensor> encode(const at::Tensor& numbers) const = 0;
+  std::vector<at::Tensor> encode(const at::Tensor& numbers) const;
   // The same tensor by codes and plain scales alone: a format that has no others, and its parts.
-  virtual std::pair<const Format*, std::vector<at::Tensor>> flat(const std::vector<at::Tensor>& parts) const = 0;
+  std::pair<const Format*, std::vector<at::Tensor>> flat(const std::vector<at::Tensor>& parts) const;
   // The numbers, in new memory, rounded to `dtype` (bf16, fp16 or fp32) once. Without autograd. Throws
   // std::invalid_argument for parts that do not fit each other.
-  virtual at::Tensor decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const = 0;
+  at::Tensor decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const;
+
+ private:
+  int64_t block_of(at::IntArrayRef sizes) const { return layout_.block > 0 ? layout_.block : sizes.back(); }
+
+  Layout layout_;
 };
 
 // "nf4": blocks of 64 with fp32 scales, 4.5 bits a number; Dettmers et al., "QLoRA: Efficient Finetuning of Quantized

@@ -21,6 +21,7 @@ Encoding make_encoding(const std::string& format, c10::ScalarType dtype, bool tr
 
 void bind_quantise(py::module_& module) {
   module.def("format_names", &quantise::format_names);
+  module.def("check_format", [](const std::string& name) { quantise::find_format(name); }, py::arg("name"));
   module.def("is_name_of", &quantise::is_name_of, py::arg("name"), py::arg("path"));
   module.def("require_modules", &quantise::require_modules, py::arg("names"), py::arg("paths"));
   module.def(
