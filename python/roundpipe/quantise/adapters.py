@@ -28,8 +28,8 @@ def add_adapters(model: Any, config: PeftConfig, **options: Any) -> Any:
         for each in adapted.peft_config.values():
             each.target_parameters = None  # PEFT has named the experts there, and adapted none
         warnings.warn(
-            "[peft] 'all-linear' leaves out the experts, whose matrices are encoded; name the layers in target_modules "
-            "to have this said by you, or keep=['experts'] adapts them as well",
+            "[peft] 'all-linear' leaves out the experts, whose matrices are encoded; name the layers in "
+            "target_modules, or keep=['experts'] adapts them as well",
             stacklevel=2,
         )
     return adapted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -40,20 +41,15 @@ def choose(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
     Raises:
         ValueError: the format is unknown, a name in `keep` is that of no module, or nothing is left to be encoded.
     """
-    if format not in _core.format_names():
-        raise ValueError(f"[quantise] the format is {format!r}, expected one of {', '.join(_core.format_names())}")
     if before := next(iter(encodings_of(model)), None):
         raise ValueError(f"[quantise] {before} is encoded already, expected a model of plain weights")
     modules = dict(model.named_modules())
     names = list(keep)
+    _core.check_format(format)
     _core.require_modules(names, list(modules))
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
-    places: dict[int, int] = {}
-    for module in modules.values():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                places[id(parameter)] = places.get(id(parameter), 0) + 1
+    places = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
     encoded: set[str] = set()
     kept: dict[str, str] = {}
     for path, module in modules.items():

@@ -6,24 +6,17 @@ import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.quantise.linear import EncodedLinear
-from roundpipe.quantise.stacked import EncodedStacks
+from roundpipe.quantise.encoded_module import EncodedModule
 
 
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module, or that of the module whose weights were encoded."""
-    if type(module) is EncodedLinear:
-        return nn.Linear
-    return module.plain_class if isinstance(module, EncodedStacks) else type(module)
+    return module.plain_class if isinstance(module, EncodedModule) else type(module)
 
 
 def part_names(module: nn.Module) -> set[str]:
     """The parameters of a module, not of those inside, that hold encoded ones."""
-    if isinstance(module, EncodedLinear):
-        return set(module.part_names)
-    if isinstance(module, EncodedStacks):
-        return set(module.part_names())
-    return set()
+    return set(module.part_names()) if isinstance(module, EncodedModule) else set()
 
 
 def decoded_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -38,8 +31,6 @@ def encodings_of(model: nn.Module) -> dict[str, _core.Encoding]:
     found: dict[str, _core.Encoding] = {}
     for path, module in model.named_modules():
         before = f"{path}." if path else ""
-        if isinstance(module, EncodedLinear):
-            found[f"{before}weight"] = module.encoding
-        elif isinstance(module, EncodedStacks):
+        if isinstance(module, EncodedModule):
             found |= {before + name: encoding for name, encoding in module.encodings.items()}
     return found

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from roundpipe import _core
 from roundpipe.quantise.choice import Choice, choose
+from roundpipe.quantise.encoded_module import EncodedModule
 from roundpipe.quantise.linear import EncodedLinear
-from roundpipe.quantise.stacked import encode_stack
+from roundpipe.quantise.stacked import class_for
 
 
-def place_encoded(model: nn.Module, name: str, encoding: _core.Encoding, parts: Sequence[torch.Tensor]) -> None:
-    """Replaces a parameter by an encoded one.
+def place_encoded(
+    model: nn.Module, name: str, encoding: _core.Encoding, parts: Sequence[torch.Tensor]
+) -> EncodedModule:
+    """Replaces a parameter by an encoded one. The module stays the same object, whoever else uses it.
 
     Args:
-        model: the weight's linear layer, or the module with the stack, is changed in place.
+        model: is changed in place.
         name: of the parameter.
         encoding: its format and dtype.
         parts: what holds it, see `_core.encode`.
+
+    Returns:
+        The module that has the parameter.
     """
     path, _, leaf = name.rpartition(".")
-    module = model.get_submodule(path)
-    if not isinstance(module, nn.Linear):
-        encode_stack(module, leaf, encoding, parts)
-        return
-    layer = EncodedLinear(encoding, parts, module.bias)
-    layer.train(module.training)
-    outer, _, last = path.rpartition(".")
-    setattr(model.get_submodule(outer), last, layer)
+    module: Any = model.get_submodule(path)
+    if not isinstance(module, EncodedModule):
+        module.encodings = {}
+        module.__class__ = EncodedLinear if type(module) is nn.Linear else class_for(type(module))
+    module.encodings = {**module.encodings, leaf: encoding}
+    del module._parameters[leaf]
+    for suffix, part in zip(encoding.suffixes, parts, strict=True):
+        module._parameters[leaf + suffix] = nn.Parameter(part, requires_grad=False)
+    encoded: EncodedModule = module
+    return encoded
 
 
 def encode_weights(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:

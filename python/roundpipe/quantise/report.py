@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
@@ -39,8 +40,5 @@ def encoded_bytes(model: nn.Module) -> EncodedBytes:
     for name, encoding in encodings_of(model).items():
         parts = [parameters.pop(name + suffix) for suffix in encoding.suffixes]
         encoded += sum(part.nbytes for part in parts)
-        count = 1
-        for size in encoding.sizes(parts):
-            count *= size
-        decoded += count * encoding.dtype.itemsize
+        decoded += math.prod(encoding.sizes(parts)) * encoding.dtype.itemsize
     return EncodedBytes(encoded, decoded, {name: parameter.nbytes for name, parameter in parameters.items()})

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.quantise.decoded import DecodedTensor
-from roundpipe.quantise.parts import apply_to_parts
-
-_ENCODINGS = "encodings"
+from roundpipe.quantise.encoded_module import EncodedModule
 
 
 class _View(NamedTuple):
@@ -82,45 +78,19 @@ class _Running(threading.local):
 _running = _Running()
 
 
-class EncodedStacks(nn.Module):
-    """A module some of whose parameters are encoded; the base of the classes that `encode_stack` makes.
+class EncodedStacks(EncodedModule):
+    """Other modules than linear layers; the base of the classes that `class_for` makes.
 
-    In its forward, such a parameter is the decoded tensor, which exists until the forward ends, and again while the
-    backward uses it. Elsewhere, it is the decoded tensor in new memory, for reading only.
-
-    Attributes:
-        encodings: by name, of these parameters.
-        plain_class: the class whose forward runs.
+    In its forward, an encoded parameter is the decoded tensor, which exists until the forward ends, and again while the
+    backward uses it.
     """
-
-    encodings: dict[str, _core.Encoding]
-    plain_class: type[nn.Module]
 
     def __getattr__(self, name: str) -> Any:
         decoded = _running.decoded.get(id(self))
-        if name in self.__dict__[_ENCODINGS]:
-            return DecodedTensor.of(self.values(name)) if decoded is None else decoded.get(name)
-        return super().__getattr__(name)
+        return super().__getattr__(name) if decoded is None or name not in self.encodings else decoded.get(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _empty, (self.plain_class,), self.__dict__
-
-    def parts(self, name: str) -> list[torch.Tensor]:
-        """The tensors that hold an encoded parameter."""
-        return [self._parameters[name + suffix] for suffix in self.encodings[name].suffixes]  # type: ignore[misc]
-
-    def values(self, name: str) -> torch.Tensor:
-        """The numbers of an encoded parameter, in new memory."""
-        return self.encodings[name].values(self.parts(name))
-
-    def part_names(self) -> list[str]:
-        """Of the parameters that hold encoded ones."""
-        return [name + suffix for name, encoding in self.encodings.items() for suffix in encoding.suffixes]
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EncodedStacks:
-        inner: Any = super()
-        apply_to_parts(self, self.part_names(), list(self.encodings.values()), fn, lambda: inner._apply(fn, recurse))
-        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the plain class computes, with the same bits."""
@@ -137,31 +107,17 @@ class EncodedStacks(nn.Module):
                 _running.decoded[id(self)] = before
 
 
-def encode_stack(module: nn.Module, name: str, encoding: _core.Encoding, parts: Sequence[torch.Tensor]) -> None:
-    """Replaces a parameter of a module of any class by an encoded one, in place.
-
-    Args:
-        name: of the parameter.
-        encoding: its format and dtype.
-        parts: what holds it, see `_core.encode`.
-    """
-    if not isinstance(module, EncodedStacks):
-        module.__class__ = _class_for(type(module))
-        module.__dict__[_ENCODINGS] = {}
-    module.__dict__[_ENCODINGS] = {**module.__dict__[_ENCODINGS], name: encoding}
-    del module._parameters[name]
-    for suffix, part in zip(encoding.suffixes, parts, strict=True):
-        module._parameters[name + suffix] = nn.Parameter(part, requires_grad=False)
-
-
 _classes: dict[type[nn.Module], type[EncodedStacks]] = {}
 
 
-def _class_for(plain: type[nn.Module]) -> type[EncodedStacks]:
-    return _classes.setdefault(plain, type(f"{plain.__name__}OfCodes", (EncodedStacks, plain), {"plain_class": plain}))
+def class_for(plain: type[nn.Module]) -> type[EncodedStacks]:
+    """The class of modules of a plain class that have encoded parameters."""
+    if plain not in _classes:
+        _classes[plain] = type(f"{plain.__name__}OfCodes", (EncodedStacks, plain), {"plain_class": plain})
+    return _classes[plain]
 
 
 def _empty(plain: type[nn.Module]) -> EncodedStacks:
     """For pickles, which do not find the class by its name."""
-    kind = _class_for(plain)
+    kind = class_for(plain)
     return kind.__new__(kind)

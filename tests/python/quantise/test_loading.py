@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 import causal_models
@@ -130,3 +131,17 @@ def test_copies_and_casts(name: str) -> None:
     assert {parameter.device.type for parameter in model.to("meta").parameters()} == {"meta"}
     with pytest.raises(ValueError, match="is encoded already"):
         encode_weights(model, "nf4")
+
+
+def test_a_module_of_two_places_stays_one() -> None:
+    shared = nn.Linear(64, 64)
+    seen: list[int] = []
+    shared.register_forward_hook(lambda *_: seen.append(1))
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    decoded = nn.Linear(64, 64)
+    encode_weights(model, "nf4")
+    assert model[0] is model[2] is shared
+    decoded.load_state_dict(dict(decoded_parameters(shared)))
+    batch = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model(batch), decoded(decoded(batch).relu()))
+    assert len(seen) == 2

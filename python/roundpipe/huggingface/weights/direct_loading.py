@@ -343,12 +343,9 @@ def _put_encoded(model: torch.nn.Module, name: str, value: torch.Tensor, format:
         raise CheckpointError(f"[from_pretrained] {name} cannot be encoded: {error}") from error
     # Large memory from malloc would not return to the system when blocks take the values over.
     parts = [empty_on_host(part.shape, part.dtype).copy_(part) for part in made]
-    place_encoded(model, name, _core.Encoding(format, value.dtype), parts)
-    module = model.get_submodule(name.rpartition(".")[0])
-    module._is_hf_initialized = True  # type: ignore[assignment]
-    for parameter in module._parameters.values():
-        if parameter is not None and parameter.dtype not in _PLAIN_FLOATS:
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    module: Any = place_encoded(model, name, _core.Encoding(format, value.dtype), parts)
+    for initialized in (module, *(module._parameters[part] for part in module.part_names())):
+        initialized._is_hf_initialized = True
 
 
 def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:
