@@ -32,7 +32,7 @@ SearchOptions options_of(int microbatches, bool asynchronous, std::int64_t effor
   return options;
 }
 
-LayerCosts random_costs(std::mt19937& random, int layers) {
+LayerCosts costs_of_a_search(std::mt19937& random, int layers) {
   LayerCosts costs;
   for (int layer = 0; layer < layers; ++layer) {
     const double factor = 0.6 + 0.8 * static_cast<double>(random() % 1000) / 1000;
@@ -88,7 +88,7 @@ TEST_CASE("search: every plan is valid, keeps its limits and is predicted right"
   for (int round = 0; round < rounds(12, 150); ++round) {
     const int layers = 1 + static_cast<int>(random() % (round % 10 == 0 ? 128 : 24));
     const int devices = 1 + static_cast<int>(random() % 16);
-    LayerCosts costs = random_costs(random, layers);
+    LayerCosts costs = costs_of_a_search(random, layers);
     Cluster cluster = cluster_of(devices, static_cast<double>(random() % 3));
     if (random() % 3 == 0) {
       for (ClusterDevice& device : cluster.devices)
@@ -126,7 +126,7 @@ TEST_CASE("search: jobs with gradients begin and end between groups of microbatc
   std::mt19937 random(15);
   int shared = 0;
   for (int round = 0; round < rounds(15, 40); ++round) {
-    LayerCosts costs = random_costs(random, 4 + static_cast<int>(random() % 12));
+    LayerCosts costs = costs_of_a_search(random, 4 + static_cast<int>(random() % 12));
     for (LayerCost& cost : costs) cost.gradient_bytes = random() % 2 ? cost.weight_bytes : 0;
     SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 300'000);
     options.plan.gradient_groups = 1 + static_cast<int>(random() % 4);
@@ -159,7 +159,7 @@ TEST_CASE("search: looser limits never give a worse plan") {
   std::mt19937 random(16);
   for (int round = 0; round < rounds(2, 30); ++round) {
     CAPTURE(round);
-    LayerCosts costs = random_costs(random, 6 + static_cast<int>(random() % 20));
+    LayerCosts costs = costs_of_a_search(random, 6 + static_cast<int>(random() % 20));
     for (LayerCost& cost : costs) cost.gradient_bytes = random() % 4 ? cost.weight_bytes : 0;
     if (round % 3 == 0) costs[costs.size() / 2].forward_ms *= 4;
     const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
@@ -192,7 +192,7 @@ TEST_CASE("search: never worse than the cuts that are known, if they keep the li
   int better = 0;
   for (int round = 0; round < rounds(2, 5); ++round) {
     CAPTURE(round);
-    const LayerCosts costs = random_costs(random, 24 + round);
+    const LayerCosts costs = costs_of_a_search(random, 24 + round);
     SearchOptions options = options_of(12, round % 2 == 0, 10'000'000);
     options.max_fused_layers = 4;
     const PlanChoice known = search(costs, cluster_of(6, 1), options).front();
@@ -222,7 +222,7 @@ TEST_CASE("search: more effort than the default is other random numbers, and nev
   int better = 0;
   for (int round = 0; round < rounds(1, 3); ++round) {
     CAPTURE(round);
-    const LayerCosts costs = random_costs(random, 24 + round);
+    const LayerCosts costs = costs_of_a_search(random, 24 + round);
     SearchOptions options = options_of(12, false, SearchOptions{}.effort);
     options.max_traffic = 2;
     const double once_ms = search(costs, cluster_of(6, 1), options).front().rating.step_ms;
@@ -292,7 +292,7 @@ TEST_CASE("search: devices of unequal memory get what fits beside the job before
 TEST_CASE("search: the predicted synchronous step is what the plan takes") {
   std::mt19937 random(12);
   for (int round = 0; round < rounds(20, 60); ++round) {
-    const LayerCosts costs = random_costs(random, 2 + static_cast<int>(random() % 20));
+    const LayerCosts costs = costs_of_a_search(random, 2 + static_cast<int>(random() % 20));
     const double hop_ms = static_cast<double>(random() % 3);
     const Cluster cluster = cluster_of(1 + static_cast<int>(random() % 8), hop_ms);
     const SearchOptions options = options_of(1 + static_cast<int>(random() % 16), false, 200'000);
@@ -305,7 +305,7 @@ TEST_CASE("search: the predicted synchronous step is what the plan takes") {
 TEST_CASE("search: never worse than the greedy plan, on uneven layers of many sizes") {
   std::mt19937 random(13);
   for (int round = 0; round < rounds(8, 60); ++round) {
-    const LayerCosts costs = random_costs(random, 8 + static_cast<int>(random() % 40));
+    const LayerCosts costs = costs_of_a_search(random, 8 + static_cast<int>(random() % 40));
     const Cluster cluster = cluster_of(2 + static_cast<int>(random() % 7), 1);
     SearchOptions options = options_of(2 + static_cast<int>(random() % 15), random() % 2 == 0, 300'000);
     options.max_fused_layers = static_cast<int>(costs.size());
@@ -354,7 +354,7 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
     CAPTURE(round);
     const bool limited = round >= 40 && round < 80, single = round >= 80;
     const int layers = 2 + static_cast<int>(random() % 4), devices = 1 + static_cast<int>(random() % 3);
-    LayerCosts costs = random_costs(random, layers);
+    LayerCosts costs = costs_of_a_search(random, layers);
     const Cluster cluster = cluster_of(devices);
     SearchOptions options = options_of(1 + static_cast<int>(random() % 4), false, 40'000'000);
     options.replicas = false;
@@ -390,7 +390,7 @@ TEST_CASE("search: tiny cases against every plan without replicas") {
 TEST_CASE("search: devices that share gradient groups keep all layers, or as many as fit") {
   std::mt19937 random(12);
   for (const int devices : {2, 3, 4}) {
-    LayerCosts costs = random_costs(random, 21);
+    LayerCosts costs = costs_of_a_search(random, 21);
     for (LayerCost& cost : costs) cost.gradient_bytes = cost.saved_bytes = 1000;
     for (const bool asynchronous : {false, true}) {
       CAPTURE(devices);
@@ -421,7 +421,7 @@ TEST_CASE("search: backward stages of one layer each, but the fused one") {
   for (int round = 0; round < 16; ++round) {
     CAPTURE(round);
     const int layers = 3 + static_cast<int>(random() % 30);
-    const LayerCosts costs = random_costs(random, layers);
+    const LayerCosts costs = costs_of_a_search(random, layers);
     const Cluster cluster = cluster_of(1 + static_cast<int>(random() % 5), 1);
     SearchOptions options = options_of(1 + static_cast<int>(random() % 9), random() % 2 == 0, 400'000);
     options.max_fused_layers = 1 + static_cast<int>(random() % 3);
@@ -447,7 +447,7 @@ TEST_CASE("search: no more waits on the host than may, down to what the devices 
   for (int round = 0; round < rounds(5, 60); ++round) {
     CAPTURE(round);
     const int layers = 6 + static_cast<int>(random() % 40);
-    LayerCosts costs = random_costs(random, layers);
+    LayerCosts costs = costs_of_a_search(random, layers);
     for (LayerCost& cost : costs) {
       cost.activation_bytes = 100;
       cost.saved_bytes = 500;

@@ -19,9 +19,9 @@ using namespace roundpipe::simulate;
 
 namespace {
 
-constexpr double kMB = 1e6;
+constexpr double kMegabyte = 1e6;
 
-struct Case {
+struct LinkCase {
   std::string name;
   LayerCosts costs;
   Cluster cluster;
@@ -39,14 +39,14 @@ Cluster machine(int devices, double link, double host, std::int64_t memory_bytes
 LayerCost layer(double forward_ms, double backward_ms, double weight_mb, double activation_mb) {
   return {.forward_ms = forward_ms,
           .backward_ms = backward_ms,
-          .weight_bytes = static_cast<std::int64_t>(weight_mb * kMB),
-          .gradient_bytes = static_cast<std::int64_t>(weight_mb * kMB),
-          .activation_bytes = static_cast<std::int64_t>(activation_mb * kMB)};
+          .weight_bytes = static_cast<std::int64_t>(weight_mb * kMegabyte),
+          .gradient_bytes = static_cast<std::int64_t>(weight_mb * kMegabyte),
+          .activation_bytes = static_cast<std::int64_t>(activation_mb * kMegabyte)};
 }
 
 // Layers whose compute takes about as long as their transfers, on links of 12 or 25 GB/s.
-std::vector<Case> cases() {
-  std::vector<Case> all;
+std::vector<LinkCase> cases() {
+  std::vector<LinkCase> all;
   const LayerCost even = layer(4, 9, 100, 8), head = layer(8, 16, 250, 0);
   LayerCosts plain(11, even);
   plain.push_back(head);
@@ -73,7 +73,7 @@ std::vector<Case> cases() {
 
 constexpr int kManySteps = 49;
 
-double step_ms(const Plan& recipe, const Case& of, const LinkRules& rules, int most_steps) {
+double step_ms(const Plan& recipe, const LinkCase& of, const LinkRules& rules, int most_steps) {
   const int steps = rules.timing.asynchronous ? most_steps : 1;
   const std::vector<Plan> plans = place_over_links(recipe, of.costs, of.cluster, rules, steps);
   return simulate_links(plans, of.costs, of.cluster, rules).timeline.steady_step_ms;
@@ -86,7 +86,7 @@ PlannerOptions planner(int microbatches) {
 }
 
 // Every cut into even stages, with the head whole or shared, at three interleavings: the best simulated step.
-double best_of_family(const Case& of, const LinkRules& rules) {
+double best_of_family(const LinkCase& of, const LinkRules& rules) {
   const CostSums sums(of.costs);
   const int end = sums.layers() - 1, devices = static_cast<int>(of.cluster.devices.size());
   const std::int64_t room = of.cluster.devices.front().memory_bytes;
@@ -136,7 +136,7 @@ TEST_CASE("links: every computation ends as a slow simulation of the same rules 
     for (ClusterDevice& device : cluster.devices) device.speed = about(1);
     rules.timing.asynchronous = below(2) == 0;
     rules.priorities = below(4) > 0;
-    rules.chunk_bytes = below(3) ? static_cast<std::int64_t>(about(20 * kMB)) : 0;
+    rules.chunk_bytes = below(3) ? static_cast<std::int64_t>(about(20 * kMegabyte)) : 0;
     rules.update.gb_per_s = below(2) ? about(40) : 0;
     rules.update.traffic = below(2) ? about(10) : 0;
     if (below(4) == 0) cluster.link_down_gb_per_s = about(20);
@@ -187,10 +187,10 @@ namespace {
 // `first` on, and the two kinds of steps by turns.
 template <typename Check>
 void for_each_case(int first, std::int64_t effort, Check check) {
-  const std::vector<Case> all = cases();
+  const std::vector<LinkCase> all = cases();
   bool next = true;
   for (int i = rounds(first, 0); i < static_cast<int>(all.size()); i += rounds(2, 1)) {
-    const Case& of = all[static_cast<std::size_t>(i)];
+    const LinkCase& of = all[static_cast<std::size_t>(i)];
     next = !next;
     for (int kind = 0; kind < rounds(1, 2); ++kind) {
       const bool asynchronous = kind == 0 ? next : !next;
@@ -209,7 +209,7 @@ void for_each_case(int first, std::int64_t effort, Check check) {
 }  // namespace
 
 TEST_CASE("link search: within 2 % of the best even cut, and never worse than the greedy plan") {
-  for_each_case(0, 20'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+  for_each_case(0, 20'000'000, [&](const LinkCase& of, const LinkRules& rules, SearchOptions options) {
     const std::vector<PlanChoice> found = search_links(of.costs, of.cluster, options, rules);
     const double chosen_ms = step_ms(found.front().recipe, of, rules, kManySteps);
     double work_ms = 0;
@@ -228,7 +228,7 @@ TEST_CASE("link search: within 2 % of the best even cut, and never worse than th
 }
 
 TEST_CASE("link search: replicas of stages with gradients keep to the groups of microbatches") {
-  for_each_case(1, 2'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+  for_each_case(1, 2'000'000, [&](const LinkCase& of, const LinkRules& rules, SearchOptions options) {
     options.plan.gradient_groups = 1;
     for (const PlanChoice& choice : search_links(of.costs, of.cluster, options, rules)) {
       for (const Job& job : choice.recipe.jobs) {
@@ -239,7 +239,7 @@ TEST_CASE("link search: replicas of stages with gradients keep to the groups of 
 }
 
 TEST_CASE("link search: no more waits on the host than may") {
-  for_each_case(1, 2'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+  for_each_case(1, 2'000'000, [&](const LinkCase& of, const LinkRules& rules, SearchOptions options) {
     const CostSums sums(of.costs);
     const auto waiting = [&](const PlanChoice& choice) { return waiting_bytes(choice.cut, sums, of.microbatches); };
     const std::int64_t free = waiting(search_links(of.costs, of.cluster, options, rules).front());
@@ -264,7 +264,7 @@ TEST_CASE("link search: no more waits on the host than may") {
 TEST_CASE("link search: more memory and faster links give no worse plan, within a percent") {
   // Either may change where jobs are placed.
   constexpr double kPlaced = 0.01;
-  for_each_case(1, 20'000'000, [&](const Case& of, const LinkRules& rules, const SearchOptions& options) {
+  for_each_case(1, 20'000'000, [&](const LinkCase& of, const LinkRules& rules, const SearchOptions& options) {
     const auto found_ms = [&](const Cluster& cluster) {
       const PlanChoice choice = search_links(of.costs, cluster, options, rules).front();
       return step_ms(choice.recipe, {of.name, of.costs, cluster, of.microbatches}, rules, 2 * kManySteps);
@@ -289,7 +289,7 @@ TEST_CASE("link search: more memory and faster links give no worse plan, within 
 TEST_CASE("link search: never worse than the cuts that are known") {
   constexpr double kRated = 0.002;  // ties
   int better = 0;
-  for_each_case(0, 4'000'000, [&](const Case& of, const LinkRules& rules, SearchOptions options) {
+  for_each_case(0, 4'000'000, [&](const LinkCase& of, const LinkRules& rules, SearchOptions options) {
     const auto found = [&] { return search_links(of.costs, of.cluster, options, rules).front(); };
     const auto ms_of = [&](const PlanChoice& choice) { return step_ms(choice.recipe, of, rules, kManySteps); };
     const double alone_ms = ms_of(found());
@@ -310,7 +310,7 @@ TEST_CASE("link search: never worse than the cuts that are known") {
 }
 
 TEST_CASE("link search: more effort than the default never gives a worse plan") {
-  const Case of = cases().front();
+  const LinkCase of = cases().front();
   for (int kind = 0; kind < rounds(1, 2); ++kind) {
     CAPTURE(kind);
     LinkRules rules;
@@ -327,7 +327,7 @@ TEST_CASE("link search: more effort than the default never gives a worse plan") 
 }
 
 TEST_CASE("link search: a plan takes as long as it promises, however little effort is spent") {
-  const auto check = [](const Case& of, const SearchOptions& options) {
+  const auto check = [](const LinkCase& of, const SearchOptions& options) {
     CAPTURE(of.name);
     LinkRules rules;
     rules.timing = options.rules;
@@ -370,7 +370,7 @@ TEST_CASE("link search: a plan takes as long as it promises, however little effo
 
 TEST_CASE("links: the clock without their simulator lets values hop and gradients queue") {
   // Three jobs of 1 ms each end one after the other; each has 10 ms of gradients, and only the last values matter.
-  Case of{"down", LayerCosts(3, layer(1, 1, 10, 0)), machine(1, 0, 0), 1};
+  LinkCase of{"down", LayerCosts(3, layer(1, 1, 10, 0)), machine(1, 0, 0), 1};
   of.cluster.link_down_gb_per_s = 1;
   SearchOptions options;
   options.plan = planner(1);
@@ -405,8 +405,8 @@ TEST_CASE("link search: fewer layers than the fused stage may have") {
 }
 
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
-  const Case slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
-  const auto limit = [](const Case& of, UpdateRate update) {
+  const LinkCase slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
+  const auto limit = [](const LinkCase& of, UpdateRate update) {
     LinkRules rules;
     rules.update = update;
     SearchOptions options;
@@ -415,15 +415,15 @@ TEST_CASE("link search: what limits the step is what shortens it if it is made f
     return search_links(of.costs, of.cluster, options, rules).front().limit;
   };
   CHECK(limit(slow_links, {}) == "links up");
-  Case shared = slow_links;
+  LinkCase shared = slow_links;
   shared.cluster = machine(2, 100, 12);
   CHECK(limit(shared, {}) == "host memory");
-  Case optimizer = slow_links;
+  LinkCase optimizer = slow_links;
   optimizer.cluster = machine(2, 100, 0);
   CHECK(limit(optimizer, {.gb_per_s = 10}) == "optimizer");
   // Updates that take most of the host's memory.
   optimizer.cluster = machine(2, 100, 50);
   CHECK(limit(optimizer, {.traffic = 13}) == "host memory");
-  const Case compute{"compute", LayerCosts(8, layer(20, 40, 10, 1)), machine(2, 25, 0), 4};
+  const LinkCase compute{"compute", LayerCosts(8, layer(20, 40, 10, 1)), machine(2, 25, 0), 4};
   CHECK(limit(compute, {}) == "compute");
 }

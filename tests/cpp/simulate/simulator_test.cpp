@@ -25,7 +25,7 @@ Cluster cluster_of(int devices, double hop_ms = 0) {
 const LayerCost kLayer{.forward_ms = 1, .backward_ms = 2};
 
 // Forward of layer 0 on device 0, layer 1 fused on device 1, backward of layer 0 on the last device.
-Plan two_layers(int devices) {
+Plan two_plain_layers(int devices) {
   return {2,
           2,
           devices,
@@ -163,7 +163,7 @@ TEST_CASE("simulator: a hop and a slower device") {
 }
 
 TEST_CASE("simulator: fused, and recompute before the gradient arrives") {
-  const Plan plan = two_layers(2);
+  const Plan plan = two_plain_layers(2);
   const Timeline timeline = simulate(plan, {kLayer, kLayer}, cluster_of(2));
   CHECK(ends_of(timeline) == std::vector<double>{1, 2, 4, 7, 6, 9});
   CHECK(timeline.events[4].start_ms == 3);
@@ -172,7 +172,7 @@ TEST_CASE("simulator: fused, and recompute before the gradient arrives") {
 }
 
 TEST_CASE("simulator: synchronous and asynchronous steps") {
-  const Plan plan = two_layers(3);
+  const Plan plan = two_plain_layers(3);
   const Timeline one = simulate(plan, {kLayer, kLayer}, cluster_of(3));
   CHECK(one.makespan_ms == 9);
 
@@ -199,7 +199,7 @@ TEST_CASE("simulator: a loss outside needs every output") {
 }
 
 TEST_CASE("simulator: frozen layers cost no backward and wait for no update") {
-  Plan plan = two_layers(2);
+  Plan plan = two_plain_layers(2);
   plan.first_backward_layer = 1;
   plan.jobs.pop_back();
   const Timeline timeline = simulate(plan, {kLayer, kLayer}, cluster_of(2), {2, {.asynchronous = false}});
@@ -244,7 +244,7 @@ TEST_CASE("simulator: planned models run, and one device is always busy") {
 }
 
 TEST_CASE("simulator: check finds what is wrong") {
-  const Plan plan = two_layers(3);
+  const Plan plan = two_plain_layers(3);
   const Timeline good = simulate(plan, {kLayer, kLayer}, cluster_of(3), {.steps = 3});
   const auto broken = [&](auto change, const char* text) {
     Timeline timeline = good;
@@ -263,7 +263,7 @@ TEST_CASE("simulator: check finds what is wrong") {
 }
 
 TEST_CASE("simulator: bad arguments are named") {
-  const Plan plan = two_layers(2);
+  const Plan plan = two_plain_layers(2);
   const LayerCosts costs{kLayer, kLayer};
   using doctest::Contains;
   CHECK_THROWS_WITH_AS(simulate(plan, {kLayer}, cluster_of(2)), Contains("costs has 1 layers"), std::invalid_argument);

@@ -111,6 +111,7 @@ def test_a_machine_that_lacks_nothing_is_told_nothing(own_torch: list[str], tmp_
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.long
 def test_packages_are_installed_with_few_words(tmp_path: Path) -> None:
     wheel = tmp_path / "index" / "large-1-py3-none-any.whl"
     wheel.parent.mkdir()

@@ -198,6 +198,7 @@ def words_of(command: str) -> list[str]:
     return [STANDS_FOR.get(word, word) for word in shlex.split(command)]
 
 
+@pytest.mark.long
 def test_commands_are_those_of_programs_that_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     benchmarks: list[list[str]] = []
@@ -279,6 +280,7 @@ def test_a_row_of_memory_has_the_plan_s_figures(row: Row, command: str) -> None:
         assert any(figure == pytest.approx(predicted, rel=NEAR) for figure in figures), (place, predicted)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("row", "command"), cases(compared=True))
 def test_a_row_of_bubbles_has_the_simulator_s_figures(row: Row, command: str) -> None:
     printed: dict[str, list[str]] = {}

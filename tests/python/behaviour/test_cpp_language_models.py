@@ -214,6 +214,7 @@ def test_fast_arithmetic_has_the_bits_of_the_python_face(
     assert fast["loss"].item() == pytest.approx(exact["loss"].item(), rel=1e-2)
 
 
+@pytest.mark.long
 def test_chunks_of_a_loss_have_the_bytes_that_are_asked_for(program: Program, tmp_path: Path) -> None:
     model = make_folder(
         tmp_path / "model", {"model_type": "llama", "vocab_size": 40_000, "max_position_embeddings": 600}

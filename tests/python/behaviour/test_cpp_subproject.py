@@ -40,6 +40,7 @@ def commands(build: Path) -> list[str]:
         pytest.param(
             ("-DBY=FetchContent", f"-DTorch_DIR={TORCH}/share/cmake/Torch", "-DTORCH_TOO=before"),
             id="find_package(Torch) before",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ("-DBY=FetchContent", f"-DTorch_DIR={TORCH}/share/cmake/Torch", "-DTORCH_TOO=after"),

@@ -186,6 +186,7 @@ def test_a_run_that_is_resumed_settles_at_the_same_steps(
         )
 
 
+@pytest.mark.long
 def test_a_run_goes_back_behind_damage_and_saves_over_it(train: Train, tmp_path: Path) -> None:
     options = {"steps": 8, "save_every": 2, "keep": 2, "out": tmp_path / "run"}
     assert train(**options).returncode == 0
@@ -318,6 +319,7 @@ def test_an_option_is_given_once(command: Callable[..., list[str]]) -> None:
     assert done.returncode == 2 and "--clip is given 2 times, expected once" in done.stderr, done.stderr
 
 
+@pytest.mark.long
 def test_the_hosts_memory_is_that_of_the_optimizer(train: Train, tmp_path: Path) -> None:
     def predicted(**options: Any) -> int:
         done = train(dry_run=True, host_memory="1KB", **options)

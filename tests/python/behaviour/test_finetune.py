@@ -115,6 +115,7 @@ def test_lora(run: Run, trained: tuple[Path, str], tmp_path: Path) -> None:
     assert printed["after"] == pytest.approx(plain_loss(plain.eval(), tokenizer, chat), abs=1e-3)
 
 
+@pytest.mark.long
 def test_rows_of_one_conversation(run: Run, base: Path, chat: Path, tmp_path: Path) -> None:
     result = run(base, chat, tmp_path / "out", "--no-packing", "--steps", "3", *SIZES)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -124,6 +125,7 @@ def test_rows_of_one_conversation(run: Run, base: Path, chat: Path, tmp_path: Pa
     )
 
 
+@pytest.mark.long
 def test_nothing_held_out_and_no_step(run: Run, base: Path, chat: Path, tmp_path: Path) -> None:
     result = run(base, chat, tmp_path / "out", "--steps", "0", "--held-out", "0", *SIZES)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -89,6 +89,7 @@ def test_ctrl_c_ends_a_script(loop: str) -> None:
         process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("loop", "times"),
     [

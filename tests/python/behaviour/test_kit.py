@@ -109,6 +109,7 @@ def test_who_hangs_is_stopped(tmp_path: Path) -> None:
         side.set_up(at_once)
 
 
+@pytest.mark.long
 def test_who_fails_is_named_and_is_not_taken_for_ours(tmp_path: Path) -> None:
     other = another_release(tmp_path, "raise ImportError('the other one is broken')")
     message = r"^ImportError: the other one is broken$"

@@ -50,7 +50,7 @@ def killed(lives: Lives, request: Request, chance: random.Random) -> Life:
     return life
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=pytest.mark.long)])
 def test_kills_at_random_moments(kills: int, lives: Lives, tmp_path: Path) -> None:
     seed = random.randrange(2**32)
     chance = random.Random(seed)

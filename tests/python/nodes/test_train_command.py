@@ -132,6 +132,7 @@ def test_under_torchrun(usual: dict[str, Any], tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "config.json").exists()
 
 
+@pytest.mark.long
 def test_in_float16_all_nodes_have_one_scale(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
     loud = tmp_path / "loud"
     model = tiny_llama(num_hidden_layers=1)

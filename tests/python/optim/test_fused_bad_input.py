@@ -175,6 +175,7 @@ assert (roundpipe._core.threads(), roundpipe._core.instruction_set()) == (3, "ba
 """
 
 
+@pytest.mark.long
 def test_settings_of_the_environment(runner: ProgramRunner, tmp_path: Path) -> None:
     numbers = ("auto", "0", "-2", "1.5", "99999999999999999999")
     bad = [*(f"THREADS={number}" for number in numbers), "PIN=yes", "ISA=sse9"]  # in the order in which they are read

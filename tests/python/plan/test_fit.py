@@ -145,6 +145,7 @@ def test_frozen_weights_that_stay_are_not_moved() -> None:
     assert all_stay.choices[0].step_ms < some_stay.choices[0].step_ms < none_stays.choices[0].step_ms
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", mostly_long([3_000_000, 10**9], 3_000_000))
 def test_plans_whose_weights_stay_keep_to_the_room_on_the_host(memory: int) -> None:
     free, least = with_adapters(memory), with_adapters(memory, host_room=1)

@@ -65,6 +65,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         run("plan", "qwen3-1.7b", "--machine", str(tmp_path))
 
 
+@pytest.mark.long
 def test_plans_are_for_the_machine(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
     path.write_text(Machine("one", [(2.0, 24_000_000_000)] * 2, {"link_up_gb_per_s": 25.0}, 0.2).text())

@@ -41,6 +41,7 @@ def test_an_asynchronous_picture_shows_the_printed_bubble(tmp_path: Path) -> Non
     assert idle_percent(events, length_ms, 8) == pytest.approx(entry["bubble_percent"], abs=1)
 
 
+@pytest.mark.long
 def test_the_picture_over_links_is_cut_like_its_jobs(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     options = ("--links", "--search-seconds", "0.001", "--picture", str(path), "--json")

@@ -25,7 +25,7 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3_moe"])
+@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.long), "qwen3_moe"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "head_dim": 64}
     fields = {**SIZES, **(experts if request.param == "qwen3_moe" else {})}

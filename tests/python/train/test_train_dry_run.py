@@ -77,6 +77,7 @@ def test_checkpoints_on_the_disk(said: Callable[..., Any]) -> None:
     assert "2 x " in few["disk"] and "5 x " in many["disk"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("values", mostly_long([{"lora": True}, {"dora": True, "lora_rank": 3}], {"lora": True}))
 def test_adapters_are_those_of_a_run(values: dict[str, Any], said: Callable[..., Any], tmp_path: Path) -> None:
     for targets in (None, ["q_proj", "down_proj"]):

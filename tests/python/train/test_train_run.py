@@ -174,6 +174,7 @@ def test_checkpoints_are_made_and_kept(config: Callable[..., TrainConfig]) -> No
     assert sorted(path.name for path in Path(ours.out).glob("step-*")) == ["step-4", "step-5"]
 
 
+@pytest.mark.long
 def test_another_run_is_not_touched(config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     ours = config()
     monkeypatch.setattr(sys, "stdout", InterruptedAt("step 1/"))

@@ -191,6 +191,7 @@ def test_a_router_loss_is_one_of_the_whole_batch(tmp_path: Path) -> None:
     assert difference(*curves) < 1e-5
 
 
+@pytest.mark.long
 def test_a_batch_without_labels_adds_nothing(tmp_path: Path) -> None:
     rows = rows_of_text(8)
     for row in rows[2:]:
@@ -370,6 +371,7 @@ def test_models_elsewhere_and_several_processes_are_refused(tmp_path: Path, monk
         RoundPipeTrainer(model=small_llama(), args=args)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*(single layer|one layer)")
 def test_models_that_are_not_followed_are_saved_and_not_cut(tmp_path: Path) -> None:
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}

@@ -93,6 +93,7 @@ def weights_after(
     return [parameter.detach().clone() for parameter in pipe.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("native", mostly_long([False, None], None))
 def test_a_loss_goes_on_in_chunks_of_the_size_that_it_had(
     native: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]

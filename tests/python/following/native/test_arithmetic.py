@@ -49,6 +49,7 @@ def work_of_a_layer(arithmetic: Any, tokens: int = 64) -> tuple[_core.LayerWork,
     return forward.work, backward.work, tokens
 
 
+@pytest.mark.long
 def test_bytes_and_kernels_of_a_token() -> None:
     forward, backward, tokens = work_of_a_layer("fast")
     assert forward.element_bytes <= 100e3 * tokens and forward.element_kernels <= 8

@@ -354,6 +354,7 @@ def test_command_does_not_import_torch_for_help() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "arguments", mostly_long([["--steps", "0"], ["--dtype", "int8"], ["--steps", "many"]], ["--steps", "0"])
 )
