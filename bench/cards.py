@@ -5,7 +5,8 @@ launches (`roundpipe plan --card`). Plans, transfers and updates are those of th
 tokens a second, beside the published system's figures; everything in it is predicted, and stays so until a card says
 otherwise. The second compares the layer times of the model with those that the published system gives. The third asks
 what the published figures of 235B LoRA say about its machine: how fast weights moved through the host, if a step has
-one microbatch more than there are devices.
+one microbatch more than there are devices. The fourth has the
+same training on a base in fewer bits.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from roundpipe.plan.machine import Machine
 from roundpipe.plan.options import PlanOptions
 from roundpipe.plan.schedules import Request, choose
 from roundpipe.plan.shapes import make_model, measure
-from roundpipe.plan.within_memory import plan_within_memory
+from roundpipe.plan.within_memory import Planned, plan_within_memory
 
 TOKENS = 8192
 NAMES = ["Qwen3-1.7B", "Llama-3.1-8B", "Qwen3-32B", "Qwen3-235B-A22B"]
@@ -88,10 +89,7 @@ def cell(speed: float | None, limit: str, known: int | None) -> str:
     return f"{speed:,.0f} ({limit})" + ("" if known is None else f", {speed / known:.2f} x")
 
 
-def tokens_per_s(
-    folder: Path, rig: Rig, name: str, values: dict[str, Any], seconds: float | None
-) -> tuple[float | None, str]:
-    """The speed, none if it does not fit, and what limits it."""
+def planned_for(folder: Path, rig: Rig, name: str, values: dict[str, Any], seconds: float | None) -> Planned:
     machine = folder / f"{rig.words}.toml"
     machine.write_text(rig.machine().text())
     options = PlanOptions(
@@ -102,11 +100,15 @@ def tokens_per_s(
         train="lora" if MODELS[name].lora else "full",
         **values,
     )
-    planned = plan_within_memory(options)
+    return plan_within_memory(options)
+
+
+def speed_of(planned: Planned) -> float | None:
+    """Tokens a second; None: it does not fit."""
     if not planned.fits:
-        return None, ""
+        return None
     step_ms = planned.fit.choices[0].step_ms + planned.fit.again_ms
-    return planned.fit.request.microbatches * TOKENS / step_ms * 1000, planned.fit.choices[0].limit
+    return planned.fit.request.microbatches * TOKENS / step_ms * 1000
 
 
 def report_cards(report: Report, options: argparse.Namespace) -> None:
@@ -127,8 +129,8 @@ def report_cards(report: Report, options: argparse.Namespace) -> None:
             for rig in RIGS[: 1 if options.quick else None]:
                 known = PUBLISHED.get(rig.count, {}).get(name) if rig.card == "rtx-4090" else None
                 seconds = 0.001 if options.quick else None
-                found = [tokens_per_s(folder, rig, name, way, seconds) for way in WAYS.values()]
-                cells = [cell(*each, known) for each in found]
+                found = [planned_for(folder, rig, name, way, seconds) for way in WAYS.values()]
+                cells = [cell(speed_of(each), each.fit.choices[0].limit, known) for each in found]
                 report.row([rig.words, name, *cells, "-" if known is None else f"{known:,}"])
     report("")
 
@@ -180,6 +182,46 @@ def report_lora(report: Report) -> None:
     report.table(columns, rows)
 
 
+ENCODED: list[tuple[str, float, dict[str, Any]]] = [
+    ("bf16", NARROW, {}),
+    ("nf4", NARROW, {"quantise": "nf4"}),
+    ("nf4-double", NARROW, {"quantise": "nf4-double"}),
+    ("nf4-double in 128 GiB", NARROW, {"quantise": "nf4-double", "host_memory": "128GiB"}),
+    ("bf16", SERVER, {}),
+    ("nf4", SERVER, {"quantise": "nf4"}),
+    ("nf4-double in 128 GiB", SERVER, {"quantise": "nf4-double", "host_memory": "128GiB"}),
+]
+
+
+def report_encoded(report: Report, options: argparse.Namespace) -> None:
+    name = "Qwen3-235B-A22B"
+    known = {count: figures[name] for count, figures in PUBLISHED.items()}
+    report(
+        f"PREDICTED: adapters of rank 16 on {name} with a base in fewer bits, on RTX 4090, {TOKENS:,} tokens a "
+        "microbatch, one microbatch more than there are cards, or fewer where the host has no room: tokens a second; "
+        "how many times as fast eight cards are as one; and with eight of them GB of the weights on the host, and of "
+        f"the whole training. The published system, in 16 bits: {', '.join(f'{known[count]:,}' for count in known)} "
+        f"({known[8] / known[1]:.1f} x)."
+    )
+    report("")
+    counts = list(known)
+    report.header(["base", "host, GB/s", *map(str, counts), "8 : 1", "weights, GB", "training, GB"])
+    with tempfile.TemporaryDirectory() as name_of_folder:
+        folder = Path(name_of_folder)
+        MODELS[name].config().save_pretrained(folder / name)
+        for base, host, values in ENCODED[: 1 if options.quick else None]:
+            rigs = [Rig(count, "rtx-4090", host) for count in counts]
+            seconds = 0.001 if options.quick else None
+            found = [planned_for(folder, rig, name, RECOMPUTED | values, seconds) for rig in rigs]
+            speeds = [speed_of(planned) for planned in found]
+            cells = ["-" if speed is None else f"{speed:,.0f}" for speed in speeds]
+            first, last = speeds[0], speeds[-1]
+            times = "-" if first is None or last is None else f"{last / first:.1f}"
+            sizes = [f"{size / 1e9:.1f}" for size in (found[-1].host.weights, found[-1].host.total)]
+            report.row([base, f"{host:g}", *cells, times, *sizes])
+    report("")
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
@@ -190,6 +232,7 @@ def main() -> None:
     report_cards(report, options)
     report_layers(report, options)
     report_lora(report)
+    report_encoded(report, options)
     report.close()
 
 

@@ -17,6 +17,7 @@ from roundpipe.checkpoints.runs.command import app as checkpoint
 from roundpipe.command_options import OnceEach, of_fields
 from roundpipe.data.tokens.command import tokenize
 from roundpipe.export.command import export
+from roundpipe.export.quantise_command import quantise
 from roundpipe.plan.command import plan
 from roundpipe.selftest.command import selftest
 from roundpipe.train.command import train
@@ -52,6 +53,7 @@ app.command("train", cls=OnceEach)(of_fields(train))
 app.command("plan", cls=OnceEach)(of_fields(plan))
 app.command("selftest", cls=OnceEach)(of_fields(selftest))
 app.command("export", cls=OnceEach)(of_fields(export))
+app.command("quantise", cls=OnceEach)(of_fields(quantise))
 app.command("tokenize", cls=OnceEach)(of_fields(tokenize))
 app.add_typer(checkpoint, name="checkpoint")
 

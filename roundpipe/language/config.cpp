@@ -296,10 +296,7 @@ Config parse_config(std::string_view text, const std::string& where) {
   for (const char* name : {"torch_dtype", "dtype"}) {
     if (fields.has(name)) config.dtype = parse_dtype(fields.text(name), concat(begin, " '", name, "'"));
   }
-  if (fields.has("quantization_config")) {
-    fields.refuse("quantization_config", fields.at("quantization_config"),
-                  "none, as quantised weights are not trained; save the model with its weights dequantised");
-  }
+  if (fields.has("quantization_config")) config.quantization = fields.at("quantization_config").dump();
   fields.must_be("is_causal", true);
   fields.must_be("is_decoder", false);
   fields.must_be("is_encoder_decoder", false);

@@ -73,6 +73,7 @@ struct Config {
   std::optional<double> router_loss_factor;  // of the loss that balances the experts; none: it is not added
   RotaryConfig rotary;
   std::optional<c10::ScalarType> dtype;  // that the weights were saved in
+  std::string quantization;              // the text of quantization_config; empty: the weights are plain
 };
 
 // Reads the text of a config.json of the model types llama, mistral, qwen2, qwen3, qwen3_moe and gpt_oss, with the

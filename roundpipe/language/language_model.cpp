@@ -120,7 +120,6 @@ struct LanguageModel::Core {
   std::string folder;
   language::Config config;
   std::optional<LoraOptions> lora;
-  const quantise::Format* format = nullptr;  // of the encoded weights; null: there are none
   language::EncodedWeights encoded;
   c10::ScalarType dtype;
   models::Attention attention;
@@ -140,17 +139,20 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     adapter.emplace(options.adapter, kAdapterFile, "adapter_config.json");
   }
   if (lora) language::check_lora(*lora, config);
-  if (options.quantise) {
-    if (!lora) refuse("language model", "quantise is for frozen weights, expected adapters beside it: lora or adapter");
-    encoded = language::encoded_weights(config, *options.quantise);
-    format = &quantise::find_format(options.quantise->format);
+  if (options.quantise && !config.quantization.empty()) {
+    refuse("language model", folder, " holds encoded weights, and quantise would encode them again; leave it out");
   }
+  if (!lora && (options.quantise || !config.quantization.empty())) {
+    refuse("language model", options.quantise ? "quantise is" : concat("the encoded weights of ", folder, " are"),
+           options.quantise ? " for frozen weights" : " frozen", ", expected adapters beside it: lora or adapter");
+  }
+  if (options.quantise) encoded = weights_to_encode(config, *options.quantise, at::kBFloat16);  // before files are read
   if (adapter) {
     std::vector<language::WeightShape> wanted = adapter_shapes(config, *lora);
     for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
     adapter->check(wanted, false);
   }
-  const WeightFiles files(folder);
+  const WeightFiles files(folder, config.quantization);
   std::vector<language::WeightShape> shapes = weight_shapes(config);
   const bool stacked = has_stacked_folders() || files.has_stacked_experts();
   if (!stacked) shapes = language::one_by_one(shapes);
@@ -160,6 +162,8 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
+  encoded = options.quantise ? weights_to_encode(config, *options.quantise, dtype)
+                             : encoded_in(files, config, stacked, dtype);
   model.emplace(make_layers(config, dtype, options.layers, lora, encodings()), model_options(options));
   read_weights(files, stacked, options.progress);
   if (!lora) return;
@@ -176,7 +180,7 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
 
 models::Encodings LanguageModel::Core::encodings() const {
   models::Encodings found;
-  for (const auto& [name, shape] : encoded) found.emplace(name, quantise::Encoding{format, dtype});
+  for (const auto& [name, weight] : encoded) found.emplace(name, weight.encoding);
   return found;
 }
 
@@ -190,24 +194,30 @@ void LanguageModel::Core::read_weights(const WeightFiles& files, bool stacked,
   const at::NoGradGuard no_grad;
   std::map<std::string, Tensor> parts;
   for (const auto& [name, tensor] : model->named_parameters()) parts.emplace(name, tensor);
-  for (const auto& [name, shape] : encoded) {
-    const Tensor numbers = at::empty(shape, at::TensorOptions(dtype));
+  for (const auto& [name, weight] : encoded) {
+    std::vector<Tensor> into;
+    for (const std::string& suffix : weight.encoding.format->suffixes()) into.push_back(parts.at(name + suffix));
+    if (!config.quantization.empty()) {
+      language::read_encoded(files, name, stacked, weight, into, progress);
+      continue;
+    }
+    const Tensor numbers = at::empty(weight.sizes, at::TensorOptions(dtype));
     read({{name, numbers}});
     std::vector<Tensor> made;
     try {
-      made = format->encode(numbers);
+      made = weight.encoding.format->encode(numbers);
     } catch (const std::invalid_argument& error) {
       refuse("language model", name, " cannot be encoded: ", error.what());
     }
-    for (size_t i = 0; i < made.size(); ++i) parts.at(name + format->suffixes()[i]).copy_(made[i]);
+    for (size_t i = 0; i < made.size(); ++i) into[i].copy_(made[i]);
   }
 }
 
 NamedParameters LanguageModel::Core::weights(bool of_adapters) {
   NamedParameters found;
   std::set<std::string> hidden;
-  for (const auto& [name, shape] : encoded) {
-    for (const std::string& suffix : format->suffixes()) hidden.insert(name + suffix);
+  for (const auto& [name, weight] : encoded) {
+    for (const std::string& suffix : weight.encoding.format->suffixes()) hidden.insert(name + suffix);
   }
   for (const auto& [name, tensor] : model->named_parameters()) {
     const bool is_adapter = name.find(".lora_") != std::string::npos;
@@ -381,9 +391,9 @@ void LanguageModel::save(const std::string& folder, const language::ModelFolderO
 
 void LanguageModel::save_merged(const std::string& folder, const language::ModelFolderOptions& options) {
   if (!lora()) refuse("language model", "the model has no adapters, expected them; call save");
-  if (own().format != nullptr) {
+  if (!own().encoded.empty()) {
     refuse("language model", "the model's weights are encoded, expected plain ones to merge into; call save_adapter, ",
-           "load the adapter without quantise, and call save_merged of that");
+           "load the adapter on the plain base, and call save_merged of that");
   }
   model().synchronize();
   std::map<std::string, Tensor> adapters;

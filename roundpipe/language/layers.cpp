@@ -268,7 +268,7 @@ std::vector<Layer> make_layers(const Config& config, c10::ScalarType dtype, cons
         continue;
       }
       encoded.emplace(name, encoding->second);
-      for (const quantise::Part& part : encoding->second.format->parts(shape))
+      for (const quantise::Part& part : encoding->second.parts(shape))
         parameters.emplace_back(name + part.suffix, at::empty(part.sizes, at::TensorOptions(part.dtype)));
     }
     if (lora) {

@@ -7,10 +7,12 @@
 #include <stdexcept>
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/files/json_text.h>
+#include <roundpipe/saving/tensor_files.h>
 
 namespace roundpipe::language {
 
@@ -81,11 +83,21 @@ WeightFiles::WeightFiles(const std::string& folder, const std::string& name, std
   add_file(name);
 }
 
-WeightFiles::WeightFiles(const std::string& folder, files::FileSystem& files)
+WeightFiles::WeightFiles(const std::string& folder, const std::string& quantization, files::FileSystem& files)
     : folder_(folder), described_("config.json"), files_(files) {
+  add_files();
+  if (quantization.empty()) return;
+  std::vector<TensorEntry> entries;
+  for (const auto& [name, stored] : tensors_) entries.push_back(stored.entry);
+  encoded_ = quantise::find_stored_weights(quantization, entries,
+                                           [this](const std::string& name) { return read_stored(name); });
+}
+
+void WeightFiles::add_files() {
+  const std::string& folder = folder_;
   const std::string index_path = files::join(folder, kIndex);
   const auto there = [&](const std::string& path) {
-    const files::EntryKind kind = files.look(path).kind;
+    const files::EntryKind kind = files_.look(path).kind;
     return kind == files::EntryKind::kFile || kind == files::EntryKind::kLink;
   };
   if (there(files::join(folder, kSingle))) {
@@ -97,7 +109,7 @@ WeightFiles::WeightFiles(const std::string& folder, files::FileSystem& files)
                                        ", expected one of them; save the model with safetensors"));
   }
   const std::string where = "[language model] " + index_path;
-  const nlohmann::json index = files::parse_json(files.read_small(index_path, kMostIndexBytes), index_path);
+  const nlohmann::json index = files::parse_json(files_.read_small(index_path, kMostIndexBytes), index_path);
   const nlohmann::json& map = files::member(index, "weight_map", nlohmann::json::value_t::object, index_path);
   std::set<std::string> names;
   for (const auto& [name, file] : map.items()) {
@@ -128,22 +140,30 @@ void WeightFiles::add_file(const std::string& name) {
   }
 }
 
+void WeightFiles::check_shape(const std::string& name, at::IntArrayRef shape, at::IntArrayRef wanted) const {
+  if (shape == wanted) return;
+  throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the shape ", shape,
+                                     ", expected ", wanted, " by ", described_,
+                                     "; use the one that belongs to these weights"));
+}
+
 void WeightFiles::check(const std::vector<WeightShape>& wanted, bool tied) const {
   std::vector<std::string> missing;
   std::set<std::string> names;
   for (const auto& [name, shape] : wanted) {
     names.insert(name);
+    if (const auto encoded = encoded_.find(name); encoded != encoded_.end()) {
+      check_shape(name, encoded->second.sizes(), shape);
+      for (const std::string& tensor : encoded->second.tensors()) names.insert(tensor);
+      continue;
+    }
     const auto found = tensors_.find(name);
     if (found == tensors_.end()) {
       missing.push_back(name);
       continue;
     }
     const TensorEntry& entry = found->second.entry;
-    if (entry.shape != shape) {
-      throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the shape ",
-                                         at::IntArrayRef(entry.shape), ", expected ", at::IntArrayRef(shape), " by ",
-                                         described_, "; use the one that belongs to these weights"));
-    }
+    check_shape(name, entry.shape, shape);
     if (!floating(entry.dtype)) {
       throw std::invalid_argument(concat("[language model] '", name, "' of ", folder_, " has the dtype ", entry.dtype,
                                          ", expected F32, BF16, F16 or F64; use weights that are not quantised"));
@@ -181,7 +201,29 @@ bool WeightFiles::same_values(const Stored& one, const Stored& other) const {
 }
 
 bool WeightFiles::has_stacked_experts() const {
-  return std::ranges::any_of(tensors_, [](const auto& each) { return each.first.ends_with(".experts.down_proj"); });
+  const auto is_stack = [](const auto& each) { return each.first.ends_with(".experts.down_proj"); };
+  return std::ranges::any_of(tensors_, is_stack) || std::ranges::any_of(encoded_, is_stack);
+}
+
+at::Tensor WeightFiles::read_stored(const std::string& name) const {
+  const Stored& stored = tensors_.at(name);
+  const std::string path = files::join(folder_, stored.file);
+  const at::Tensor tensor = at::empty(stored.entry.shape, at::TensorOptions(saving::dtype_of(stored.entry, path)));
+  files_.open_to_read(path).read(stored.entry.offset, tensor.mutable_data_ptr(), stored.entry.bytes);
+  return tensor;
+}
+
+std::vector<at::Tensor> WeightFiles::read_parts(const std::string& name,
+                                                const std::function<void(int64_t)>& progress) const {
+  const at::NoGradGuard no_grad;
+  const quantise::StoredWeight& weight = encoded_.at(name);
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < weight.stored_parts().size(); ++i) {
+    const std::string& tensor = weight.stored_parts()[i].tensor;
+    parts.push_back(weight.part(i, tensor.empty() ? at::Tensor() : read_stored(tensor)));
+    if (progress && !tensor.empty()) progress(tensors_.at(tensor).entry.bytes);
+  }
+  return parts;
 }
 
 c10::ScalarType WeightFiles::dtype(const std::string& name) const { return *floating(tensors_.at(name).entry.dtype); }

@@ -11,6 +11,7 @@
 #include <roundpipe/files/file_system.h>
 #include <roundpipe/files/safetensors.h>
 #include <roundpipe/language/layers.h>
+#include <roundpipe/quantise/quantised_folder.h>
 
 namespace roundpipe::language {
 
@@ -21,13 +22,18 @@ class WeightFiles {
   // Of one file of a folder, for a model that `described` describes: a name for messages.
   WeightFiles(const std::string& folder, const std::string& name, std::string described,
               files::FileSystem& files = files::FileSystem::real());
-  // Throws std::invalid_argument for a folder without such files, and Error for damaged ones, for a tensor that is in
-  // two files and for an index that does not fit its files.
-  explicit WeightFiles(const std::string& folder, files::FileSystem& files = files::FileSystem::real());
+  // `quantization`: how their weights are encoded, see Config; empty: they are plain. Throws std::invalid_argument for
+  // a folder without such files, and as quantise::find_stored_weights does, and Error for damaged files, for a tensor
+  // that is in two of them and for an index that does not fit them.
+  explicit WeightFiles(const std::string& folder, const std::string& quantization = "",
+                       files::FileSystem& files = files::FileSystem::real());
 
-  // Checks that the folder holds weights of these names and shapes, in floating-point dtypes that torch computes with,
-  // and no others. A second copy of a tied head and the frequencies that old files have are let pass. Throws
-  // std::invalid_argument that names what is missing, left over or of another shape or dtype.
+  // Those that are encoded.
+  const quantise::StoredWeights& encoded() const { return encoded_; }
+
+  // Checks that the folder holds weights of these names and shapes, encoded or in floating-point dtypes that torch
+  // computes with, and no others. A second copy of a tied head and the frequencies that old files have are let pass.
+  // Throws std::invalid_argument that names what is missing, left over or of another shape or dtype.
   void check(const std::vector<WeightShape>& wanted, bool tied) const;
 
   // Whether the experts' matrices of a layer are one tensor, and not one for each expert.
@@ -42,6 +48,9 @@ class WeightFiles {
   void read(const std::vector<std::pair<std::string, at::Tensor>>& into,
             const std::function<void(int64_t)>& progress = {}) const;
 
+  // The parts of an encoded weight, in their format's order, in new memory.
+  std::vector<at::Tensor> read_parts(const std::string& name, const std::function<void(int64_t)>& progress = {}) const;
+
   const std::string& folder() const { return folder_; }
 
  private:
@@ -50,13 +59,18 @@ class WeightFiles {
     files::TensorEntry entry;
   };
 
+  void check_shape(const std::string& name, at::IntArrayRef shape, at::IntArrayRef wanted) const;
+  void add_files();
   void add_file(const std::string& name);
+  // A tensor as it is stored, in new memory.
+  at::Tensor read_stored(const std::string& name) const;
   bool same_values(const Stored& one, const Stored& other) const;
 
   const std::string folder_;
   const std::string described_;  // the file that says what is wanted
   files::FileSystem& files_;
   std::map<std::string, Stored> tensors_;
+  quantise::StoredWeights encoded_;
 };
 
 }  // namespace roundpipe::language

@@ -9,10 +9,32 @@
 
 namespace roundpipe::quantise {
 
-std::vector<int64_t> EncodedTensor::sizes() const {
-  std::vector<int64_t> sizes = encoding_.format->sizes_of(parts_.at(0).sizes());
-  if (encoding_.transposed) std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
+namespace {
+
+std::vector<int64_t> exchanged(std::vector<int64_t> sizes, bool transposed) {
+  if (transposed) std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
   return sizes;
+}
+
+}  // namespace
+
+std::vector<Part> Encoding::parts(at::IntArrayRef sizes) const {
+  return format->parts(exchanged(sizes.vec(), transposed));
+}
+
+Encoding Encoding::of_stack(int64_t numbers) const {
+  if (transposed || !format->ends_rows(numbers)) {
+    throw std::invalid_argument(
+        concat("is encoded in blocks of ", format->name(), " that do not end with rows of ", numbers,
+               " numbers, and is one of several in a stack, expected whole blocks; quantise the plain model again"));
+  }
+  Encoding made = *this;
+  made.format = &format->flat_format();
+  return made;
+}
+
+std::vector<int64_t> EncodedTensor::sizes() const {
+  return exchanged(encoding_.format->sizes_of(parts_.at(0).sizes()), encoding_.transposed);
 }
 
 std::vector<EncodedTensor> EncodedTensor::select(const std::vector<int64_t>& indices) const {

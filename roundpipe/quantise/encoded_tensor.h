@@ -14,6 +14,12 @@ struct Encoding {
   const Format* format = nullptr;
   c10::ScalarType dtype = c10::ScalarType::BFloat16;  // of its numbers: bf16, fp16 or fp32
   bool transposed = false;                            // whether its last two dimensions are exchanged in the parts
+
+  // What holds a tensor of these sizes.
+  std::vector<Part> parts(at::IntArrayRef sizes) const;
+  // Of tensors with rows of so many numbers, that are stacked or put behind each other: their codes and plain scales
+  // are. Throws std::invalid_argument, to follow the name of one, if blocks do not end with rows.
+  Encoding of_stack(int64_t numbers) const;
 };
 
 // An encoded tensor. It keeps no decoded numbers. Its parts are handles: whoever has them may point them elsewhere.

@@ -87,6 +87,8 @@ std::vector<at::Tensor> Format::encode(const at::Tensor& numbers) const {
   return found;
 }
 
+const Format& Format::flat_format() const { return layout_.nested ? find_format(layout_.form) : *this; }
+
 std::pair<const Format*, std::vector<at::Tensor>> Format::flat(const std::vector<at::Tensor>& parts) const {
   const size_t expected = suffixes().size();
   if (parts.size() != expected || parts[0].dim() == 0) {
@@ -94,7 +96,7 @@ std::pair<const Format*, std::vector<at::Tensor>> Format::flat(const std::vector
                                        ", expected ", expected, ", of which the first has rows"));
   }
   if (!layout_.nested) return {this, parts};
-  return {&find_format(layout_.form), {parts[0], flattened({parts.begin() + 1, parts.end()})}};
+  return {&flat_format(), {parts[0], flattened({parts.begin() + 1, parts.end()})}};
 }
 
 at::Tensor Format::decode(const std::vector<at::Tensor>& parts, c10::ScalarType dtype) const {

@@ -33,11 +33,15 @@ class Format {
   std::vector<std::string> suffixes() const;
   // What holds a tensor of these sizes. REQUIRES: there is no reason against it.
   std::vector<Part> parts(at::IntArrayRef sizes) const;
+  // Whether blocks end where rows of so many numbers do.
+  bool ends_rows(int64_t numbers) const { return layout_.block == 0 || numbers % layout_.block == 0; }
   // The sizes of the tensor whose codes have these.
   std::vector<int64_t> sizes_of(at::IntArrayRef codes) const;
   // The parts of bf16, fp16 or fp32 numbers, on their device. Throws std::invalid_argument for sizes that it has no
   // form for, and if a number is not finite.
   std::vector<at::Tensor> encode(const at::Tensor& numbers) const;
+  // The one that has no other parts than codes and plain scales of the same values.
+  const Format& flat_format() const;
   // The same tensor by codes and plain scales alone: a format that has no others, and its parts.
   std::pair<const Format*, std::vector<at::Tensor>> flat(const std::vector<at::Tensor>& parts) const;
   // The numbers, in new memory, rounded to `dtype` (bf16, fp16 or fp32) once. Without autograd. Throws

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig
 
 from roundpipe.export.adapter import read_adapter
 from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, write_safetensors
 from roundpipe.export.placement import Placement
-from roundpipe.files import check_free, new_folder
+from roundpipe.files import check_free, new_folder, read_json
+from roundpipe.huggingface.weights.encoded_files import DecodedCheckpoint
 from roundpipe.huggingface.weights.files import INDEX_FILE, Checkpoint
 
 Progress = Callable[[int, int], None]
@@ -40,6 +42,9 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
     files. Names, files and everything else in the folder stay the same. Memory holds the adapter and the weights of one
     layer's module at a time. `out` appears once it is completely written; if the call ends earlier, nothing is left.
 
+    Weights of a base that is quantised are decoded first: the folder holds plain weights, those that the adapter was
+    trained beside. `roundpipe quantise` encodes them again, and says the error of that.
+
     The tokenizer comes from the adapter's folder if it has one, because training may have changed the chat template.
 
     Args:
@@ -57,9 +62,9 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
     adapter, out = Path(adapter), Path(out)
     check_free(out, "export")
     loaded = read_adapter(adapter)
-    checkpoint = Checkpoint(find_base(base))
+    checkpoint = _open(find_base(base))
     placement = Placement(checkpoint, loaded)
-    copies = _other_files(checkpoint.folder, adapter)
+    copies = other_files(checkpoint.folder, adapter)
     entries = _entries(checkpoint, placement)
     weights = sum(entry.size_bytes for file in entries.values() for entry in file)
     done = 0
@@ -77,6 +82,8 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
     def chunks(name: str) -> Iterator[memoryview]:
         key = placement.untied.get(name, name)
         if key not in placement.groups:
+            if isinstance(checkpoint, DecodedCheckpoint) and name in checkpoint.encoded:
+                return counted(bytes_of_tensor(checkpoint.read(name)))
             stored = checkpoint.tensors[name]
             return counted(bytes_of_file(checkpoint.folder / stored.file, stored.start, stored.end))
         if name not in ready:
@@ -91,10 +98,22 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
         for file in checkpoint.files:
             write_safetensors(folder / file, checkpoint.metadata[file], entries[file], chunks)
         if checkpoint.index is not None:
-            _write_index(folder / INDEX_FILE, checkpoint.index, entries)
+            write_index(folder / INDEX_FILE, checkpoint.index, entries)
         if placement.untied:
-            _untie(folder / "config.json")
+            _change(folder / "config.json", tie_word_embeddings=False)
+        if isinstance(checkpoint, DecodedCheckpoint):
+            _change(folder / "config.json", quantization_config=None)
     return out
+
+
+def _open(folder: Path) -> Checkpoint:
+    path = folder / "config.json"
+    config = read_json(path, "export", "the config of a model") if path.is_file() else {}
+    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    if quantization is None:
+        return Checkpoint(folder)
+    dtype: torch.dtype = AutoConfig.from_pretrained(folder, local_files_only=True).dtype or torch.float32
+    return DecodedCheckpoint(folder, quantization, dtype)
 
 
 def find_base(base: str | Path) -> Path:
@@ -127,27 +146,29 @@ def _entries(checkpoint: Checkpoint, placement: Placement) -> dict[str, list[Ent
     return entries
 
 
-def _other_files(base: Path, adapter: Path) -> dict[str, Path]:
+def other_files(base: Path, adapter: Path | None = None) -> dict[str, Path]:
     """Every file of the base without weights, and the adapter's tokenizer if it has one."""
     files = {
         path.name: path
         for path in sorted(base.iterdir())
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_WEIGHT_ENDINGS)
     }
-    if (adapter / "tokenizer_config.json").is_file():
+    if adapter is not None and (adapter / "tokenizer_config.json").is_file():
         files = {name: path for name, path in files.items() if name not in _TOKENIZER_FILES}
         files |= {name: adapter / name for name in _TOKENIZER_FILES if (adapter / name).is_file()}
     return files
 
 
-def _write_index(path: Path, metadata: dict[str, object], entries: dict[str, list[Entry]]) -> None:
+def write_index(path: Path, metadata: dict[str, object], entries: dict[str, list[Entry]]) -> None:
+    """Writes the index of such files."""
     weight_map = {entry.name: file for file, held in entries.items() for entry in held}
     total = sum(entry.size_bytes for held in entries.values() for entry in held)
     index = {"metadata": {**metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _untie(path: Path) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["tie_word_embeddings"] = False
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+def _change(path: Path, **fields: object) -> None:
+    """Sets fields of a config.json; None removes one."""
+    config = json.loads(path.read_text(encoding="utf-8")) | fields
+    kept = {name: value for name, value in config.items() if name not in fields or value is not None}
+    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

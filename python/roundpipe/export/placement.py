@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe import _core
 from roundpipe.export.adapter import Adapter
+from roundpipe.huggingface.weights.encoded_files import DecodedCheckpoint
 from roundpipe.huggingface.weights.files import Checkpoint
 from roundpipe.huggingface.weights.names import Names, Read, Source
 
@@ -66,7 +67,7 @@ class Placement:
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         self._checkpoint = checkpoint
-        model = _build(checkpoint.folder)
+        model = build_model(checkpoint.folder, "export", decoded=isinstance(checkpoint, DecodedCheckpoint))
         # The conversions that a loaded model keeps for saving. Legacy names are read but not written.
         saved: Any = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = saved
@@ -269,17 +270,28 @@ class _Loaded(NamedTuple):
     unexpected_keys: list[str]
 
 
-def _build(folder: Path) -> PreTrainedModel:
+def build_model(folder: Path, where: str, decoded: bool = False) -> PreTrainedModel:
+    """The plain causal language model of a folder, on the meta device.
+
+    Args:
+        where: tags the messages.
+        decoded: whether quantised weights will be decoded; they are refused otherwise.
+
+    Raises:
+        ValueError: transformers makes no such model, or the weights are quantised.
+    """
     factory: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
-            raise ValueError("its weights are quantised; give the base with weights of full precision")
+            if not decoded:
+                raise ValueError("its weights are quantised; give the model with weights of full precision")
+            del config.quantization_config
         with torch.device("meta"):
             model = factory.from_config(config, attn_implementation="eager")
     except (ValueError, OSError, KeyError, ImportError) as error:
         raise ValueError(
-            f"[export] cannot build the model of {folder}: {str(error).strip()}; expected the folder of a causal "
+            f"[{where}] cannot build the model of {folder}: {str(error).strip()}; expected the folder of a causal "
             "language model whose code is part of transformers"
         ) from None
     model.eval()

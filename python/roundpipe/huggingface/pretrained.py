@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from roundpipe import _core
 from roundpipe.files import first_lines, refuse_missing_folder
@@ -90,7 +91,8 @@ def from_pretrained(
         adapter_file(adapter)  # before the base is read
     register()  # attn_implementation="packed"
     admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
-    model: Any = _load(base, {"dtype": "auto", **options}, extra_tensors, frozen_weights == "mmap", admit, encodes)
+    loading = _Loading(extra_tensors, frozen_weights == "mmap", admit, encodes, adapter is None and peft_config is None)
+    model: Any = _load(base, {"dtype": "auto", **options}, loading)
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -190,14 +192,37 @@ def _refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
         )
 
 
-def _load(
-    base: str | os.PathLike[str],
-    options: dict[str, Any],
-    extra_tensors: str,
-    mapped: bool,
-    admit: Callable[[nn.Module], None] | None,
-    quantise: Quantise | None,
-) -> PreTrainedModel:
+class _Loading(NamedTuple):
+    extra_tensors: str
+    mapped: bool
+    admit: Callable[[nn.Module], None] | None
+    quantise: Quantise | None
+    trains: bool  # all weights
+
+
+def _take_stored(base: object, config: Any, loading: _Loading) -> Any:
+    """The quantization_config of files whose weights stay encoded, or None; the config loses it."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    stored = dict(stored if isinstance(stored, dict) else stored.to_dict())
+    method = stored.get("quant_method")
+    if loading.quantise is not None:
+        raise CheckpointError(
+            f"[from_pretrained] {base} is quantised already ({method}) and quantise is given, expected one of them; "
+            "leave quantise out to train on it as it is"
+        )
+    if loading.trains:
+        raise CheckpointError(
+            f"[from_pretrained] {base} holds quantised weights ({method}), which are frozen, and no adapter is given, "
+            "expected peft_config or a folder with an adapter; for full training load the model that was quantised, or "
+            "let transformers dequantise it: quantization_config=Mxfp4Config(dequantize=True) for MXFP4"
+        )
+    del config.quantization_config
+    return stored
+
+
+def _load(base: str | os.PathLike[str], options: dict[str, Any], loading: _Loading) -> PreTrainedModel:
     from transformers import AutoConfig
 
     from roundpipe.huggingface.weights.direct_loading import load_causal_model
@@ -212,10 +237,15 @@ def _load(
         refuse_pointer(folder / "config.json")
         Checkpoint(folder)
     try:
-        config = options.pop("config", None) or AutoConfig.from_pretrained(base)
-        if extra_tensors == "refuse":
+        config = copy.deepcopy(options.pop("config", None)) or AutoConfig.from_pretrained(base)
+        if loading.extra_tensors == "refuse":
             _refuse_other_kinds(base, config)
-        return load_causal_model(base, extra_tensors, mapped, {"config": config, **options}, admit, quantise)
+        # Who gives one decides what transformers does with the files.
+        stored = None if "quantization_config" in options else _take_stored(base, config, loading)
+        options = {"config": config, **options}
+        return load_causal_model(
+            base, loading.extra_tensors, loading.mapped, options, loading.admit, loading.quantise, stored
+        )
     except (BudgetError, CheckpointError):
         raise
     except (OSError, KeyError, RuntimeError, ValueError) as error:

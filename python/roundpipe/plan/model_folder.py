@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +31,18 @@ def is_model(source: str) -> bool:
     return isinstance(document, dict) and "model_type" in document
 
 
-def measure_folder(source: str, tokens: int, train: Train, arithmetic: Arithmetic) -> ModelShapes:
+def measure_folder(
+    source: str,
+    tokens: int,
+    train: Train,
+    arithmetic: Arithmetic,
+    quantise: str | None = None,
+    keep: Sequence[str] = (),
+) -> ModelShapes:
     """Measures the model of a folder or of a config.json for a microbatch of one row, in bf16.
+
+    Args:
+        quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `make_model`.
 
     Raises:
         ValueError: there is no config.json, or transformers cannot make a causal language model of it.
@@ -47,7 +58,14 @@ def measure_folder(source: str, tokens: int, train: Train, arithmetic: Arithmeti
     try:
         config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         # Its validators, and the models themselves, raise errors of any type for a field that makes no sense.
-        model = make_model(config, LORA_RANK if train == "lora" else None)
+        rank = LORA_RANK if train == "lora" else None
+        if rank is None and getattr(config, "quantization_config", None) is not None:
+            raise ValueError(
+                f"[plan] the weights of {path} are quantised, so that only adapters can be trained, expected "
+                "--train lora"
+            )
+        folder = path if path.is_dir() else None
+        model = make_model(config, rank, quantise=quantise, keep=keep, folder=folder)
         name = (path if path.is_dir() else path.parent).resolve().name
         return measure(model, tokens, name, arithmetic=arithmetic)
     except Exception as error:

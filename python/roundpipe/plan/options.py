@@ -187,6 +187,22 @@ class PlanOptions:
             help="For a model: full (all weights, the default) or lora (adapters of rank 16).", show_default=False
         ),
     ] = None
+    quantise: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model, with --train lora: the frozen weights in fewer bits, nf4, nf4-double, mxfp4 or int8 "
+            "(default: as the folder has them).",
+            show_default=False,
+        ),
+    ] = None
+    quantise_keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODULE",
+            help="With --quantise: a module that is not encoded; may be given again.",
+            show_default=False,
+        ),
+    ] = None
     arithmetic: Annotated[
         str | None,
         typer.Option(
@@ -322,6 +338,12 @@ class PlanOptions:
     def _check_model(self) -> None:
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
+        formats = ("nf4", "nf4-double", "mxfp4", "int8")
+        require(self.quantise in (None, *formats), "quantise", self.quantise, f"one of {', '.join(formats)}")
+        if self.train != "lora":
+            self.refuse(["quantise"], "--train lora")
+        if self.quantise is None:
+            self.refuse(["quantise_keep"], "--quantise")
         require(self.arithmetic in (None, "exact", "fast"), "arithmetic", self.arithmetic, "exact or fast")
         require(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, f"one of {', '.join(OPTIMIZERS)}")
         require(self.moments in ("fp32", "8bit"), "moments", self.moments, "fp32 or 8bit")

@@ -11,6 +11,7 @@ import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +95,7 @@ def make_model(
     adapters: PeftConfig | None = None,
     quantise: str | None = None,
     keep: Sequence[str] = (),
+    folder: Path | None = None,
 ) -> nn.Module:
     """Makes the model on the meta device.
 
@@ -102,6 +104,7 @@ def make_model(
             layers. Experts stored as one tensor are not such modules.
         adapters: trains these instead.
         quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `from_pretrained`.
+        folder: with the model's files, whose headers are read if the config says that weights are encoded there.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
@@ -111,6 +114,9 @@ def make_model(
     AttentionInterface.register(_ATTENTION, _fused_attention)
     config = copy.deepcopy(config)
     config._attn_implementation = None  # transformers chooses, as it does for a run
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        del config.quantization_config
     maker: Any = AutoModelForCausalLM
     try:
         with _META:
@@ -123,7 +129,16 @@ def make_model(
             "'sdpa': the memory of other kinds cannot be predicted"
         )
     model.set_attn_implementation(_ATTENTION)
-    if quantise is not None:
+    if stored is not None:
+        if folder is None or quantise is not None:
+            raise ValueError(
+                "[shapes] the config says that the model's weights are quantised, expected the folder of its files and "
+                "no other format; remove quantization_config to plan for plain weights"
+            )
+        from roundpipe.huggingface.weights.encoded_files import place_stored
+
+        place_stored(model, folder, dict(stored))
+    elif quantise is not None:
         encode_weights(model, quantise, keep)
     if lora_rank is not None:
         from peft import LoraConfig

@@ -83,7 +83,7 @@ def _plan(options: PlanOptions) -> Planned:
         host = shapes.host(options.rule)
     else:
         options.refuse(
-            ["tokens", "train", "arithmetic", "tflops", "card", "products"],
+            ["tokens", "train", "quantise", "arithmetic", "tflops", "card", "products"],
             "a model's folder, because costs are for their own batch",
         )
         costs = load(options.model)
@@ -110,12 +110,15 @@ def _shapes(options: PlanOptions) -> ModelShapes:
     assert options.model is not None
     tokens = TOKENS if options.tokens is None else options.tokens
     train: Train = "lora" if options.train == "lora" else "full"
-    return _measured(options.model, tokens, train, "fast" if options.arithmetic == "fast" else "exact")
+    arithmetic: Arithmetic = "fast" if options.arithmetic == "fast" else "exact"
+    return _measured(options.model, tokens, train, arithmetic, options.quantise, tuple(options.quantise_keep or ()))
 
 
 @functools.lru_cache(maxsize=4)
-def _measured(model: str, tokens: int, train: Train, arithmetic: Arithmetic) -> ModelShapes:
-    return measure_folder(model, tokens, train, arithmetic)
+def _measured(
+    model: str, tokens: int, train: Train, arithmetic: Arithmetic, quantise: str | None, keep: tuple[str, ...]
+) -> ModelShapes:
+    return measure_folder(model, tokens, train, arithmetic, quantise, keep)
 
 
 def _host_of_costs(costs: CostSet, rule: UpdateRule) -> HostPrediction:

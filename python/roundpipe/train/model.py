@@ -123,7 +123,12 @@ def meta_model(config: TrainConfig) -> nn.Module:
     name = config.dtype or model_config.dtype or "float32"
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
     return make_model(
-        model_config, dtype=dtype, adapters=adapters, quantise=config.quantise, keep=config.quantise_keep or ()
+        model_config,
+        dtype=dtype,
+        adapters=adapters,
+        quantise=config.quantise,
+        keep=config.quantise_keep or (),
+        folder=Path(base) if Path(base).is_dir() else None,
     )
 
 

@@ -1,6 +1,9 @@
+#include <pybind11/functional.h>
+
 #include <roundpipe/ops/projection.h>
 #include <roundpipe/quantise/encoded_tensor.h>
 #include <roundpipe/quantise/module_names.h>
+#include <roundpipe/quantise/quantised_folder.h>
 
 #include "bindings.h"
 
@@ -10,11 +13,18 @@ namespace py = pybind11;
 using quantise::EncodedTensor;
 using quantise::Encoding;
 using quantise::Format;
+using quantise::StoredWeight;
 
 namespace {
 
 Encoding make_encoding(const std::string& format, c10::ScalarType dtype, bool transposed) {
   return {&quantise::find_format(format), dtype, transposed};
+}
+
+std::vector<std::pair<c10::ScalarType, std::vector<int64_t>>> shapes_of(const std::vector<quantise::Part>& parts) {
+  std::vector<std::pair<c10::ScalarType, std::vector<int64_t>>> shapes;
+  for (const quantise::Part& part : parts) shapes.emplace_back(part.dtype, part.sizes);
+  return shapes;
 }
 
 }  // namespace
@@ -44,12 +54,7 @@ void bind_quantise(py::module_& module) {
       .def_property_readonly("suffixes", [](const Encoding& encoding) { return encoding.format->suffixes(); })
       .def(
           "part_shapes",
-          [](const Encoding& encoding, const std::vector<int64_t>& sizes) {
-            std::vector<std::pair<c10::ScalarType, std::vector<int64_t>>> shapes;
-            for (const quantise::Part& part : encoding.format->parts(sizes))
-              shapes.emplace_back(part.dtype, part.sizes);
-            return shapes;
-          },
+          [](const Encoding& encoding, const std::vector<int64_t>& sizes) { return shapes_of(encoding.parts(sizes)); },
           py::arg("sizes"))
       .def(
           "sizes",
@@ -76,6 +81,13 @@ void bind_quantise(py::module_& module) {
             return ops::encoded_linear(input, EncodedTensor(encoding, parts), bias);
           },
           py::arg("input"), py::arg("parts"), py::arg("bias"), py::call_guard<py::gil_scoped_release>())
+      .def("of_stack", &Encoding::of_stack, py::arg("numbers"))
+      .def(
+          "flat",
+          [](const Encoding& encoding, const std::vector<at::Tensor>& parts) {
+            return encoding.format->flat(parts).second;
+          },
+          py::arg("parts"), py::call_guard<py::gil_scoped_release>())
       .def("__eq__",
            [](const Encoding& one, const py::object& other) {
              if (!py::isinstance<Encoding>(other)) return false;
@@ -97,6 +109,42 @@ void bind_quantise(py::module_& module) {
           [](const std::tuple<std::string, c10::ScalarType, bool>& state) {
             return std::apply(make_encoding, state);
           }));
+  py::class_<StoredWeight>(module, "StoredWeight")
+      .def_property_readonly("sizes", &StoredWeight::sizes)
+      .def_property_readonly("tensors", &StoredWeight::tensors)
+      .def_property_readonly("stored_parts",
+                             [](const StoredWeight& weight) {
+                               std::vector<std::string> names;
+                               for (const auto& stored : weight.stored_parts()) names.push_back(stored.tensor);
+                               return names;
+                             })
+      .def_property_readonly("part_shapes", [](const StoredWeight& weight) { return shapes_of(weight.parts()); })
+      .def("encoding", &StoredWeight::encoding, py::arg("dtype"))
+      .def("part", &StoredWeight::part, py::arg("index"), py::arg("read"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "find_stored_weights",
+      [](const std::string& config,
+         const std::vector<std::tuple<std::string, std::string, std::vector<int64_t>, int64_t>>& tensors,
+         const std::function<at::Tensor(const std::string&)>& read) {
+        std::vector<files::TensorEntry> entries;
+        for (const auto& [name, dtype, shape, bytes] : tensors) {
+          entries.push_back({.name = name, .dtype = dtype, .shape = shape, .bytes = bytes});
+        }
+        return quantise::find_stored_weights(config, entries, read);
+      },
+      py::arg("config"), py::arg("tensors"), py::arg("read"));
+  module.def(
+      "stored_tensors",
+      [](const std::string& name, const Encoding& encoding, const std::vector<at::Tensor>& parts) {
+        return quantise::stored_tensors(name, EncodedTensor(encoding, parts));
+      },
+      py::arg("name"), py::arg("encoding"), py::arg("parts"));
+  module.def(
+      "stored_config",
+      [](const std::string& format, c10::ScalarType dtype, const std::vector<std::string>& kept) {
+        return quantise::stored_config(quantise::find_format(format), dtype, kept);
+      },
+      py::arg("format"), py::arg("dtype"), py::arg("kept"));
 }
 
 }  // namespace roundpipe::python

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from language_program import Program, batches, make_folder, needs_program
+from roundpipe.export.quantised_folder import quantise_folder
 from roundpipe.quantise import encode_weights
 from roundpipe.quantise.modules import decoded_parameters
 
@@ -131,19 +132,27 @@ def test_bits_of_peft(name: str, dtype: str, program: Program, tmp_path: Path) -
     ("name", "dtype", "format"),
     [
         ("llama", "bfloat16", "nf4-double"),
-        ("qwen2, all layers, rslora", "float32", "int8"),
-        ("qwen3_moe", "float32", "nf4"),
+        ("qwen2, all layers, rslora", "float32", "nf4"),
+        ("qwen3_moe", "float32", "int8"),
         ("gpt_oss", "bfloat16", "nf4"),
     ],
 )
-def test_bits_on_an_encoded_base(name: str, dtype: str, format: str, program: Program, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stored", [False, True], ids=["encoded while loading", "encoded files"])
+def test_bits_on_an_encoded_base(
+    stored: bool, name: str, dtype: str, format: str, program: Program, tmp_path: Path
+) -> None:
     fields, options = CASES[name]
     model = make_folder(tmp_path / "model", fields)
     adapter = make_adapter(model, tmp_path / "adapter", options)
     batch = batches()["padded" if name == "gpt_oss" else "packed"]
     save_file(batch, tmp_path / "batch")
     job = {"batch": tmp_path / "batch", "out": tmp_path / "out", "save_adapter": tmp_path / "saved"}
-    said = program.run(model=model, dtype=dtype, adapter=adapter, quantise=format, keep="layers.0", **job)
+    if stored:
+        AutoModelForCausalLM.from_pretrained(model, dtype=dtype).save_pretrained(model)
+        base = quantise_folder(model, tmp_path / "base", format, keep=["layers.0"]).folder
+        said = program.run(model=base, adapter=adapter, **job)
+    else:
+        said = program.run(model=model, dtype=dtype, adapter=adapter, quantise=format, keep="layers.0", **job)
     assert said == "ok", said
     encoded = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
     encode_weights(encoded, format, keep=["layers.0"])

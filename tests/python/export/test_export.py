@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[Break, str]] = {
     "no header": (lambda b, a: first_shard(b).write_bytes(b"hello"), "is damaged"),
     "header no JSON": (lambda b, a: first_shard(b).write_bytes(b"\x04" + b"\0" * 7 + b"abcd"), "is damaged"),
     "config missing": (lambda b, a: (b / "config.json").unlink(), "cannot build the model"),
-    "quantised": (quantised, "weights are quantised"),
+    "quantised": (quantised, "has the quant_method 'fp8', expected bitsandbytes, mxfp4 or compressed-tensors"),
     "other sizes": (other_sizes, r"of shape .*, expected .*give the base it was trained on"),
     "fewer layers": (fewer_layers, r"has no place for.*give another --base"),
     "other family": (other_family, "peft cannot place the adapter"),
@@ -468,7 +468,9 @@ def test_what_cannot_be_merged_is_refused_before_anything_is_written(case: str, 
     break_it, message = REFUSED[case]
     break_it(base, adapter)
     before = {path.name for path in tmp_path.iterdir()}
-    with pytest.raises(ValueError, match=re.compile(r"\[(export|checkpoint)\].*" + message, re.DOTALL)):
+    with pytest.raises(
+        ValueError, match=re.compile(r"\[(export|checkpoint|quantised folder)\].*" + message, re.DOTALL)
+    ):
         merge_adapter(base, adapter, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} == before
 

@@ -1,11 +1,19 @@
-"""NF4 decodes to the numbers of bitsandbytes, and is encoded as there. `make test-all` installs it."""
+"""NF4 decodes to the numbers of bitsandbytes, and is encoded as there; folders go both ways. `make test-all` has it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
+import peft
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
+import roundpipe
 from roundpipe import _core
+from roundpipe.export.quantised_folder import quantise_folder
+from roundpipe.quantise.modules import decoded_parameters
 from sweeps import sweep
 
 functional = pytest.importorskip("bitsandbytes.functional")
@@ -34,3 +42,43 @@ def test_scales_of_8_bits() -> None:
     values = _core.Encoding("nf4-double", torch.float32).values(parts)
     assert torch.equal(values, functional.dequantize_4bit(their_codes, state))
     assert (scales.int() - state.absmax.int()).abs().max() <= 1
+
+
+SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+
+
+def numbers_of(folder: Path) -> dict[str, torch.Tensor]:
+    """Of a folder as bitsandbytes and transformers read it."""
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+    assert any(hasattr(parameter, "quant_state") for parameter in model.parameters())
+    return {
+        name: functional.dequantize_4bit(weight.data, weight.quant_state) if hasattr(weight, "quant_state") else weight
+        for name, weight in model.named_parameters()
+    }
+
+
+@sweep("double, tied", [False, True], [False, True])
+def test_folders_of_either_are_read_by_the_other(double: bool, tied: bool, tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=tied)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=double,
+    )
+    AutoModelForCausalLM.from_pretrained(
+        tmp_path / "plain", quantization_config=quantised, device_map="cpu"
+    ).save_pretrained(tmp_path / "theirs")
+    quantise_folder(tmp_path / "plain", tmp_path / "ours", "nf4-double" if double else "nf4")
+    for folder in ("theirs", "ours"):
+        adapters = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj"])
+        model: Any = roundpipe.from_pretrained(tmp_path / folder, peft_config=adapters)
+        expected = numbers_of(tmp_path / folder)
+        found = {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): values
+            for name, values in decoded_parameters(model)
+            if "lora_" not in name
+        }
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(values, expected[name]) for name, values in found.items())

@@ -11,7 +11,7 @@ import copy
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -25,11 +25,12 @@ from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
 
 from roundpipe import _core
+from roundpipe.huggingface.weights.encoded_files import Encoded, EncodedFiles, encoded_in
 from roundpipe.huggingface.weights.files import Checkpoint, empty_on_host
 from roundpipe.huggingface.weights.names import Names, Source
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError
 from roundpipe.quantise.choice import choose
-from roundpipe.quantise.place import encode_weights, place_encoded
+from roundpipe.quantise.place import place_encoded
 
 if TYPE_CHECKING:
     import os
@@ -48,6 +49,7 @@ def load_causal_model(
     options: dict[str, Any],
     admit: Callable[[nn.Module], None] | None = None,
     quantise: Quantise | None = None,
+    stored: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
 
@@ -60,13 +62,14 @@ def load_causal_model(
         options: options of transformers, including `dtype`.
         admit: receives the empty model before any weight is read, and may refuse it with a BudgetError.
         quantise: encodes weights as they are read; then memory peaks at the encoded weights plus a layer's.
+        stored: the `quantization_config` of files whose weights are encoded; not in the options' config.
 
     Raises:
         CheckpointError: a file is damaged, or weights are missing, of another shape or kind, or left over. Raised
             before any weight is read.
         Exception: whatever transformers raises.
     """
-    fill = _Fill(base, extra_tensors, mapped, admit, quantise)
+    fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored)
     # A new class for this one call, so that no other call is affected.
     factory: Any = type(
         AutoModelForCausalLM.__name__,
@@ -87,11 +90,13 @@ class Quantise:
     format: str
     keep: tuple[str, ...] = ()
 
-    def empty(self, model: nn.Module) -> nn.Module:
-        """A copy of a model without values, with its weights encoded."""
-        copied = copy.deepcopy(model)
-        encode_weights(copied, self.format, self.keep)
-        return copied
+    def encoded(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> dict[str, Encoded]:
+        """The parameters of an empty model that will be encoded, empty as well."""
+        found = {}
+        for name in choose(model, self.format, self.keep).encoded:
+            encoding = _core.Encoding(self.format, dtypes[name])
+            found[name] = Encoded(encoding, _core.encode(self.format, model.get_parameter(name).detach()))
+        return found
 
 
 class _Mapping:
@@ -133,9 +138,11 @@ class _Fill:
         mapped: bool,
         admit: Callable[[nn.Module], None] | None,
         quantise: Quantise | None,
+        stored: Mapping[str, Any] | None,
     ) -> None:
         self._base = base
         self._quantise = quantise
+        self._stored = stored
         self._admit = admit
         self._extra_tensors = extra_tensors
         self._mapped = mapped
@@ -158,10 +165,13 @@ class _Fill:
             self._refuse_encoding("the model is not empty")
             return None
         checkpoint = Checkpoint(paths[0].parent, [path.name for path in paths])
+        stored = None if self._stored is None else EncodedFiles(checkpoint, self._stored)
+        files_as_plain = checkpoint if stored is None else stored.plain
         try:
-            names = Names(model, checkpoint, config.weight_mapping or ())
+            names = Names(model, files_as_plain, config.weight_mapping or ())
             dtypes = _dtypes(model, config)
-            info = self._compare(model, checkpoint, names, dtypes)
+            info = self._compare(model, files_as_plain, names, dtypes)
+            encoded = {} if stored is None else encoded_in(stored, model, names, dtypes)
         except CheckpointError:
             raise
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
@@ -169,22 +179,30 @@ class _Fill:
             # or this is another version of transformers.
             self._refuse_encoding("its tensors have to be converted")
             return None
-        chosen = None if self._quantise is None else choose(model, self._quantise.format, self._quantise.keep)
+        if self._quantise is not None:
+            encoded = self._quantise.encoded(model, dtypes)
         if self._admit is not None:
-            self._admit(model if self._quantise is None else self._quantise.empty(model))
-        encoded = frozenset() if chosen is None else chosen.encoded
-        mappable = {name for name, _ in model.named_parameters()} - encoded if self._mapped else set()
-        with _Reader(checkpoint, dtypes, mappable) as reader:
+            self._admit(_with_encoded(model, encoded))
+        mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
+        with _Reader(checkpoint, stored, dtypes, mappable) as reader:
             for name, value in reader.values(names):
-                if chosen is not None and name in encoded:
-                    _put_encoded(model, name, value, chosen.format)
+                if isinstance(value, Encoded):
+                    _put_encoded(model, name, value)
+                elif name in encoded:
+                    _put_encoded(model, name, _encode(name, value, encoded[name].encoding))
                 else:
                     _put(model, name, value)
         model._weight_conversions = [entry for entry in config.weight_mapping or () if entry.was_used()]
         return info
 
     def _refuse_encoding(self, reason: str) -> None:
-        """Raises CheckpointError if weights are to be encoded: transformers, to which the model is left, does not."""
+        """Raises CheckpointError if weights are encoded, now or in the files: transformers, to which the model is left,
+        does not do it."""
+        if self._stored is not None:
+            raise CheckpointError(
+                f"[from_pretrained] {self._base} holds quantised weights, which cannot be read as they are: {reason}; "
+                "load the model that was quantised, with quantise="
+            )
         if self._quantise is not None:
             raise CheckpointError(
                 f"[from_pretrained] {self._base} cannot be quantised while it is loaded: {reason}; save it again with "
@@ -240,12 +258,20 @@ class _Reader:
 
     Args:
         checkpoint: the files.
+        encoded: those of their weights that are encoded.
         dtypes: the target dtype of each parameter.
         mappable: names of the parameters that may stay in mapped files.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtypes: dict[str, torch.dtype], mappable: set[str]) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        encoded: EncodedFiles | None,
+        dtypes: dict[str, torch.dtype],
+        mappable: set[str],
+    ) -> None:
         self._checkpoint = checkpoint
+        self._encoded = encoded
         self._dtypes = dtypes
         self._mappable = mappable
         total = sum(tensor.end - tensor.start for tensor in checkpoint.tensors.values())
@@ -263,47 +289,82 @@ class _Reader:
         self._pool.shutdown(cancel_futures=True)
         self._bar.close()
 
-    def values(self, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
+    def values(self, names: Names) -> Iterator[tuple[str, torch.Tensor | Encoded]]:
         """Yields the model's parameters and persistent buffers by name; single tensors of the files come first."""
         sources = list(dict.fromkeys(names.sources.values()))
         order = {key: index for index, key in enumerate(self._checkpoint.tensors)}
-        single = sorted((s for s in sources if s.converter is None), key=lambda s: order[s.keys[0][0]])
+        single = [source for source in sources if source.converter is None]
+        single.sort(key=lambda source: order.get(self._first_tensor(source), 0))
         # No more than threads need, since some values are gone before the next are read.
-        started: deque[tuple[str, torch.Tensor, Future[None]]] = deque()
+        started: deque[tuple[Source, list[_Started]]] = deque()
         for source in single:
-            name, key = source.parameters[0], source.keys[0][0]
-            mapped = self._checkpoint.mapped(key, self._dtypes[name]) if name in self._mappable else None
-            if mapped is not None:
-                self._bar.update(mapped.nbytes)
-                yield name, mapped
-                continue
-            started.append((name, *self._start(source, key)))
+            started.append((source, self._begin(source, source.keys[0][0])))
             if len(started) > _THREADS:
-                yield _finished(started.popleft())
+                yield from self._finished(names, *started.popleft())
         while started:
-            yield _finished(started.popleft())
+            yield from self._finished(names, *started.popleft())
         for source in sources:
             if source.converter is not None:
                 yield from self._converted(names, source)
 
-    def _converted(self, names: Names, source: Source) -> Iterator[tuple[str, torch.Tensor]]:
-        parts = {key: self._start(source, key) for key, _ in source.keys}
+    def _first_tensor(self, source: Source) -> str:
+        key = source.keys[0][0]
+        is_encoded = self._encoded is not None and key in self._encoded.weights
+        return self._encoded.weights[key].stored_parts[0] if is_encoded else key  # type: ignore[union-attr]
 
-        def take(key: str) -> torch.Tensor:
-            value, done = parts.pop(key)
-            done.result()
-            return value
+    def _begin(self, source: Source, key: str) -> list[_Started]:
+        """Begins to read what holds a tensor of the source."""
+        name = source.parameters[0]
+        if self._encoded is None or key not in self._encoded.weights:
+            return [self._start(key, self._dtypes[name], name)]
+        weight = self._encoded.weights[key]
+        return [
+            self._start(part, self._checkpoint.tensors[part].torch_dtype, name) for part in weight.stored_parts if part
+        ]
 
-        for name, made in names.load(source, take).items():
-            # Large memory from malloc would not return to the system when blocks take the values over.
-            yield name, empty_on_host(made.shape, made.dtype).copy_(made) if made.is_contiguous() else made
-            del made
-        _trim_heap()
-
-    def _start(self, source: Source, key: str) -> tuple[torch.Tensor, Future[None]]:
-        stored = self._checkpoint.tensors[key]
-        value = empty_on_host(stored.shape, self._dtypes[source.parameters[0]])
+    def _start(self, key: str, dtype: torch.dtype, name: str) -> _Started:
+        mapped = self._checkpoint.mapped(key, dtype) if name in self._mappable else None
+        if mapped is not None:
+            self._bar.update(mapped.nbytes)
+            return mapped, None
+        value = empty_on_host(self._checkpoint.tensors[key].shape, dtype)
         return value, self._pool.submit(self._read, key, value)
+
+    def _finished(
+        self, names: Names, source: Source, started: list[_Started]
+    ) -> Iterator[tuple[str, torch.Tensor | Encoded]]:
+        key = source.keys[0][0]
+        if self._encoded is not None and key in self._encoded.weights:
+            dtype = self._dtypes[source.parameters[0]]
+            yield from self._encoded.load(names, source, dtype, lambda key: self._parts(key, started)).items()
+        else:
+            yield source.parameters[0], _value(started.pop())
+
+    def _parts(self, key: str, started: list[_Started]) -> list[torch.Tensor]:
+        """Of an encoded weight. What was started is let go."""
+        assert self._encoded is not None
+        weight, parts = self._encoded.weights[key], []
+        for index, tensor in enumerate(weight.stored_parts):
+            read = _value(started.pop(0)) if tensor else torch.empty(0)
+            made = weight.part(index, read)
+            parts.append(made if made.data_ptr() == read.data_ptr() else _on_host(made))
+        return parts
+
+    def _converted(self, names: Names, source: Source) -> Iterator[tuple[str, torch.Tensor | Encoded]]:
+        started = {key: self._begin(source, key) for key, _ in source.keys}
+        made: Mapping[str, torch.Tensor | Encoded]
+        if self._encoded is not None and source.keys[0][0] in self._encoded.weights:
+            dtype = self._dtypes[source.parameters[0]]
+            made = self._encoded.load(names, source, dtype, lambda key: self._parts(key, started.pop(key)))
+        else:
+            made = names.load(source, lambda key: _value(started.pop(key).pop()))
+        for name, value in made.items():
+            if isinstance(value, Encoded):
+                yield name, Encoded(value.encoding, [_on_host(part) for part in value.parts])
+            else:
+                yield name, _on_host(value) if value.is_contiguous() else value
+        del made
+        _trim_heap()
 
     def _read(self, key: str, value: torch.Tensor) -> None:
         for count in self._checkpoint.read_into(key, value):
@@ -312,10 +373,19 @@ class _Reader:
             self._bar.update(count)
 
 
-def _finished(started: tuple[str, torch.Tensor, Future[None]]) -> tuple[str, torch.Tensor]:
-    name, value, done = started
-    done.result()
-    return name, value
+_Started = tuple[torch.Tensor, "Future[None] | None"]  # a tensor, and what waits until it is read
+
+
+def _value(started: _Started) -> torch.Tensor:
+    value, done = started
+    if done is not None:
+        done.result()
+    return value
+
+
+def _on_host(made: torch.Tensor) -> torch.Tensor:
+    """A copy. Large memory from malloc would not return to the system when blocks take the values over."""
+    return empty_on_host(made.shape, made.dtype).copy_(made)
 
 
 def _trim_heap() -> None:
@@ -335,17 +405,29 @@ def _put(model: torch.nn.Module, name: str, value: torch.Tensor) -> None:
     setattr(module, leaf, value)
 
 
-def _put_encoded(model: torch.nn.Module, name: str, value: torch.Tensor, format: str) -> None:
-    """Likewise, encoded."""
+def _encode(name: str, value: torch.Tensor, encoding: _core.Encoding) -> Encoded:
     try:
-        made = _core.encode(format, value)
+        made = _core.encode(encoding.format, value)
     except ValueError as error:
         raise CheckpointError(f"[from_pretrained] {name} cannot be encoded: {error}") from error
-    # Large memory from malloc would not return to the system when blocks take the values over.
-    parts = [empty_on_host(part.shape, part.dtype).copy_(part) for part in made]
-    module: Any = place_encoded(model, name, _core.Encoding(format, value.dtype), parts)
+    return Encoded(encoding, [_on_host(part) for part in made])
+
+
+def _put_encoded(model: torch.nn.Module, name: str, value: Encoded) -> None:
+    """Likewise, encoded."""
+    module: Any = place_encoded(model, name, *value)
     for initialized in (module, *(module._parameters[part] for part in module.part_names())):
         initialized._is_hf_initialized = True
+
+
+def _with_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> nn.Module:
+    """An empty model with such parameters, which are frozen as all others are then."""
+    if not encoded:
+        return model
+    copied = copy.deepcopy(model)
+    for name, value in encoded.items():
+        place_encoded(copied, name, *value)
+    return copied.requires_grad_(False)
 
 
 def _dtypes(model: Any, config: Any) -> dict[str, torch.dtype]:

@@ -1,0 +1,147 @@
+#include <set>
+#include <stdexcept>
+
+#include <roundpipe/core/error.h>
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/quantise/folder_layout.h>
+
+namespace roundpipe::quantise {
+
+using nlohmann::json;
+
+namespace {
+
+constexpr int64_t kInWord = 4;  // codes of 8 bits
+const char* const kWhere = "quantization_config";
+const std::string kScale = "_scale";
+
+bool is_there(const json& object, const char* name) {
+  const auto found = object.find(name);
+  return found != object.end() && !found->is_null();
+}
+
+// Throws unless the weights of a group have 8 bits and a scale for each row, and nothing else is quantised.
+void check_group(const std::string& name, const json& group, const std::string& format) {
+  const std::string where = concat(kWhere, ".config_groups.", files::shown(name));
+  if (!group.is_object()) refuse_stored(where, "is no object, expected one");
+  for (const char* other : {"input_activations", "output_activations"}) {
+    if (is_there(group, other)) {
+      refuse_stored(where, "has ", other,
+                    ", expected quantised weights alone: activations are not rounded here; load "
+                    "the weights that were quantised");
+    }
+  }
+  if (is_there(group, "format") && group["format"] != format) {
+    refuse_stored(where, "has the format ", group["format"].dump(), ", expected ", format, " as the others");
+  }
+  const json& weights = files::member(group, "weights", json::value_t::object, place(where));
+  const auto require = [&](const char* field, const json& wanted) {
+    const json& value = files::member(weights, field, place(where + ".weights"));
+    if (value != wanted)
+      refuse_stored(where, "has weights of ", field, " ", value.dump(), ", expected ", wanted.dump());
+  };
+  require("num_bits", 8);
+  require("type", "int");
+  require("strategy", "channel");
+  require("symmetric", true);
+  require("dynamic", false);
+  for (const char* other : {"actorder", "block_structure"}) {
+    if (is_there(weights, other)) refuse_stored(where, "has weights of ", other, ", expected none");
+  }
+}
+
+std::optional<c10::ScalarType> rounded_to(const std::string& dtype) {
+  if (dtype == "BF16") return at::kBFloat16;
+  if (dtype == "F16") return at::kHalf;
+  return std::nullopt;
+}
+
+// `scales`: their name; the codes' follows from it.
+StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, bool is_packed) {
+  const std::string codes = is_packed ? weight + "_packed" : weight, scales = weight + kScale;
+  const files::TensorEntry& entry = tensors.at(codes, weight, {is_packed ? "I32" : "I8"});
+  std::vector<int64_t> sizes = entry.shape;
+  if (sizes.size() < 2 || (is_packed && sizes.size() > 2)) {
+    refuse_stored(codes, "has the shape ", at::IntArrayRef(sizes), ", expected rows of codes");
+  }
+  if (is_packed) {
+    const std::string shape = weight + "_shape";
+    tensors.at(shape, weight, {"I64", "I32"}, 2);
+    const at::Tensor stored = tensors.read(shape).to(at::kLong).contiguous();
+    const auto* const numbers = stored.const_data_ptr<int64_t>();
+    const std::vector<int64_t> own(numbers, numbers + 2);
+    if (own[0] != sizes[0] || own[1] != sizes[1] * kInWord) {
+      refuse_stored(shape, "says ", at::IntArrayRef(own), " and ", codes, " has the shape ", at::IntArrayRef(sizes),
+                    ", expected ", kInWord, " codes in each word of whole rows");
+    }
+    sizes = own;
+  }
+  for (const char* other : {"_zero_point", "_g_idx"}) {
+    if (tensors.has(weight + other)) refuse_stored(weight + other, "is there, expected scales alone");
+  }
+  const Format& format = find_format("int8");
+  require_form(format, weight, sizes);
+  const int64_t rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
+  const std::string& dtype = tensors.at(scales, weight, {"F32", "BF16", "F16"}, rows).dtype;
+  return {{.format = &format},
+          sizes,
+          rounded_to(dtype),
+          {{.tensor = codes, .has_offset_codes = is_packed}, {.tensor = scales}},
+          is_packed ? std::vector{weight + "_shape"} : std::vector<std::string>()};
+}
+
+StoredWeights find_compressed(const json& config, const FolderTensors& tensors) {
+  const std::string format = files::member(config, "format", json::value_t::string, place(kWhere));
+  const bool is_packed = format == "pack-quantized";
+  if (!is_packed && format != "int-quantized") {
+    refuse_stored(kWhere, "has the format '", files::shown(format), "', expected int-quantized or pack-quantized");
+  }
+  // Beside those that are read, none of which changes the numbers.
+  static const std::set<std::string> harmless = {"config_groups",  "format",       "global_compression_ratio",
+                                                 "ignore",         "quant_method", "quantization_status",
+                                                 "run_compressed", "version"};
+  for (const auto& [name, value] : config.items()) {
+    const bool is_dense = name == "sparsity_config" && value == json({{"format", "dense"}});
+    if (!harmless.contains(name) && !value.empty() && !is_dense) {
+      refuse_stored(concat(kWhere, ".", files::shown(name)), "is set, expected quantised weights alone");
+    }
+  }
+  for (const auto& [name, group] :
+       files::member(config, "config_groups", json::value_t::object, place(kWhere)).items()) {
+    check_group(name, group, format);
+  }
+  const std::string ending = is_packed ? "_packed" : kScale;
+  StoredWeights found;
+  for (const auto& [name, entry] : tensors.all()) {
+    if (!name.ends_with(ending)) continue;
+    const std::string weight = name.substr(0, name.size() - ending.size());
+    if (is_packed || tensors.has(weight)) found.emplace(weight, weight_of(tensors, weight, is_packed));
+  }
+  return found;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> store_compressed(const std::string& name, const EncodedTensor& weight) {
+  const at::Tensor& codes = weight.parts()[0];
+  std::vector<int64_t> of_scales = codes.sizes().vec();
+  of_scales.back() = 1;
+  return {{name, codes}, {name + kScale, weight.parts()[1].view(of_scales)}};
+}
+
+nlohmann::ordered_json config_of_rows(const Format&, c10::ScalarType, const std::vector<std::string>& kept) {
+  const nlohmann::ordered_json weights = {{"num_bits", 8},         {"type", "int"},         {"symmetric", true},
+                                          {"strategy", "channel"}, {"group_size", nullptr}, {"dynamic", false}};
+  const nlohmann::ordered_json group = {
+      {"targets", {"Linear"}}, {"weights", weights}, {"input_activations", nullptr}, {"output_activations", nullptr}};
+  return {{"format", "int-quantized"},
+          {"quantization_status", "compressed"},
+          {"config_groups", {{"group_0", group}}},
+          {"ignore", kept}};
+}
+
+}  // namespace
+
+FolderLayout compressed_layout() {
+  return {"compressed-tensors", {"int8"}, find_compressed, store_compressed, config_of_rows};
+}
+
+}  // namespace roundpipe::quantise

@@ -1,0 +1,62 @@
+#include <roundpipe/quantise/quantised_folder.h>
+
+#include <algorithm>
+
+#include <roundpipe/files/json_text.h>
+#include <roundpipe/quantise/folder_layout.h>
+
+namespace roundpipe::quantise {
+
+using at::Tensor;
+
+namespace {
+
+const char* const kConfig = "quantization_config";
+
+const std::vector<FolderLayout>& layouts() {
+  static const std::vector<FolderLayout> all = {bitsandbytes_layout(), mxfp4_layout(), compressed_layout()};
+  return all;
+}
+
+const FolderLayout& layout_of(const Format& format) {
+  return *std::ranges::find_if(layouts(), [&](const FolderLayout& each) {
+    return std::ranges::find(each.formats, format.name()) != each.formats.end();
+  });
+}
+
+}  // namespace
+
+StoredWeights find_stored_weights(std::string_view text, const std::vector<files::TensorEntry>& tensors,
+                                  const ReadTensor& read) {
+  const std::string where = place(kConfig);
+  const nlohmann::json config = files::parse_json(text, where);
+  if (!config.is_object()) refuse_stored(kConfig, "is no object, expected one");
+  const auto& method = files::member(config, "quant_method", nlohmann::json::value_t::string, where);
+  const FolderTensors folder(tensors, read);
+  const auto layout = std::ranges::find_if(layouts(), [&](const FolderLayout& each) { return method == each.method; });
+  if (layout == layouts().end()) {
+    refuse_stored(kConfig, "has the quant_method '", files::shown(method.get<std::string>()),
+                  "', expected bitsandbytes, mxfp4 or compressed-tensors; load the weights that were quantised, or "
+                  "save them dequantised");
+  }
+  StoredWeights found = layout->find(config, folder);
+  if (found.empty()) {
+    refuse_stored(kConfig, "says ", method.get<std::string>(),
+                  ", and no tensor is stored so, expected encoded weights; remove it from config.json if the weights "
+                  "are plain");
+  }
+  return found;
+}
+
+std::vector<std::pair<std::string, Tensor>> stored_tensors(const std::string& name, const EncodedTensor& weight) {
+  return layout_of(*weight.encoding().format).store(name, weight);
+}
+
+std::string stored_config(const Format& format, c10::ScalarType dtype, const std::vector<std::string>& kept) {
+  const FolderLayout& layout = layout_of(format);
+  nlohmann::ordered_json config = layout.config(format, dtype, kept);
+  config["quant_method"] = layout.method;
+  return files::print_json(config, kConfig);
+}
+
+}  // namespace roundpipe::quantise
