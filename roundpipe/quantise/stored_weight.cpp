@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/isfinite.h>
 
 #include <roundpipe/core/error.h>
 
@@ -44,7 +45,13 @@ Tensor StoredWeight::part(size_t index, const Tensor& read) const {
   const Part& wanted = parts_.at(index);
   const StoredPart& stored = stored_parts_.at(index);
   if (stored.value.defined()) return stored.value;
-  if (wanted.dtype == at::kFloat) return read.to(at::kFloat).view(wanted.sizes);
+  if (wanted.dtype == at::kFloat) {
+    if (!at::isfinite(read).all().item<bool>()) {
+      throw std::invalid_argument(
+          concat("[quantised folder] ", stored.tensor, " has inf or NaN, expected finite numbers"));
+    }
+    return read.to(at::kFloat).view(wanted.sizes);
+  }
   const Tensor bytes = read.contiguous().view({-1}).view(at::kByte);
   return (stored.has_offset_codes ? bytes.bitwise_xor(128) : bytes).view(wanted.dtype).view(wanted.sizes);
 }

@@ -36,7 +36,8 @@ class StoredWeight {
   // How its parts become numbers of a dtype. Throws std::invalid_argument, to follow its name, if they are to be
   // rounded to another one.
   Encoding encoding(c10::ScalarType dtype) const;
-  // A part. `read`: the tensor that holds it. In the same memory if only the shape differs.
+  // A part. `read`: the tensor that holds it. In the same memory if only the shape differs. Throws
+  // std::invalid_argument if it should be finite and is not.
   at::Tensor part(size_t index, const at::Tensor& read) const;
 
  private:

@@ -259,6 +259,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "no scales": ("llama", "nf4", damage(f"{WEIGHT}.absmax", lambda t: None), f"lacks {WEIGHT}.absmax"),
     "scales": ("llama", "nf4", damage(f"{WEIGHT}.absmax", lambda t: t[1:]), f"{WEIGHT}.absmax has 127 numbers"),
     "scales of a dtype": ("llama", "nf4", damage(f"{WEIGHT}.absmax", torch.Tensor.half), "has the dtype F16, expected"),
+    "a scale": ("llama", "nf4", damage(f"{WEIGHT}.absmax", lambda t: t / 0), f"{WEIGHT}.absmax has inf or NaN"),
     "the map": ("llama", "nf4", damage(f"{WEIGHT}.quant_map", lambda t: t + 0.1), "other numbers than the 16 of NF4"),
     "a block": ("llama", "nf4", state(blocksize=128), "__nf4 has blocksize 128, expected 64"),
     "a shape": ("llama", "nf4", state(shape=[2, 4096]), "have another shape there|would have the shape"),
@@ -305,13 +306,15 @@ def test_what_a_folder_cannot_be_used_for(folder: Callable[[str], Path], tmp_pat
     assert not (tmp_path / "twice").exists()
 
 
-def test_an_embedding_that_is_tied_stays_plain(folder: Callable[[str], Path], tmp_path: Path) -> None:
-    out = quantise_folder(folder("tied"), tmp_path / "out", "int8").folder
+@pytest.mark.parametrize(("name", "weight"), [("tied", "model.embed_tokens.weight"), ("llama", "lm_head.weight")])
+def test_an_encoded_embedding_or_head_is_refused(
+    name: str, weight: str, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = quantise_folder(folder(name), tmp_path / "out", "int8").folder
     tensors = load_file(out / "model.safetensors")
-    codes, scales = _core.encode("int8", tensors.pop("model.embed_tokens.weight"))
-    tensors |= {"model.embed_tokens.weight": codes, "model.embed_tokens.weight_scale": scales.view(-1, 1)}
-    save_file(tensors, out / "model.safetensors")
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is encoded in the files and used in several places"):
+    codes, scales = _core.encode("int8", tensors.pop(weight))
+    save_file(tensors | {weight: codes, f"{weight}_scale": scales.view(-1, 1)}, out / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{weight} is encoded in the files, expected a plain weight"):
         load(out)
 
 

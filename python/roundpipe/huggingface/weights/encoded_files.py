@@ -154,11 +154,14 @@ def encoded_in(files: EncodedFiles, model: Any, names: Names, dtypes: Mapping[st
     for source in dict.fromkeys(names.sources.values()):
         if files.keys(source):
             found |= files.load(names, source, dtypes[source.parameters[0]], files.empty)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    plain = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
     for name, (encoding, parts) in found.items():
-        if name in tied or name in tied.values():
+        is_end = id(model.get_parameter(name)) in plain if name in shapes else False
+        if is_end or name in tied or name in tied.values():
             raise CheckpointError(
-                f"[from_pretrained] {name} is encoded in the files and used in several places, expected a plain weight "
-                "there; quantise the plain model, which keeps it"
+                f"[from_pretrained] {name} is encoded in the files, expected a plain weight for the embedding and the "
+                "head; load the plain model with quantise=, which keeps them"
             )
         if encoding.sizes(parts) != shapes.get(name):
             raise CheckpointError(
