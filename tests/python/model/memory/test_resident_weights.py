@@ -15,6 +15,7 @@ from torch import nn
 import roundpipe
 from robustness import pipe_of, squared_error
 from roundpipe import ModelExecutePlan, RoundPipe
+from roundpipe.quantise import encode_weights
 from sweeps import sweep
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
@@ -75,9 +76,9 @@ def resident() -> list[int]:
 class Trained:
     """Steps of a model over the devices `spec`, with what each of them has uploaded."""
 
-    def __init__(self, spec: str, steps: int, microbatches: int = 2) -> None:
+    def __init__(self, spec: str, steps: int, microbatches: int = 2, network: nn.Module | None = None) -> None:
         roundpipe.devices(spec)
-        self.model = pipe_of(chain(), microbatches, execute_plan=stages())
+        self.model = pipe_of(chain() if network is None else network, microbatches, execute_plan=stages())
         self.optimizer = roundpipe.optim.SGD(self.model, lr=0.01, momentum=0.9)
         self.losses: list[torch.Tensor] = []
         self.uploaded: list[int] = []
@@ -149,6 +150,20 @@ def test_bits_do_not_depend_on_what_is_resident(pool: str, memory: str) -> None:
         # Each device has met each layer by now.
         assert resident() == [LAYERS * BASE] * len(caps)
         assert run.uploaded[-1] == VISITS * ADAPTER
+
+
+def test_encoded_weights_stay_where_plain_ones_have_no_room() -> None:
+    network = chain()
+    encode_weights(network, "nf4", keep=["down", "up"])
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(".down." in name or ".up." in name)
+    encoded = WIDTH * WIDTH // 2 + 4 * (WIDTH * WIDTH // 64 + WIDTH)
+    assert sum(parameter.nbytes for parameter in network.parameters()) == LAYERS * (encoded + ADAPTER)
+    tight = f"virtual:1,memory={TIGHT},debug"
+    assert Trained(tight, 4).uploaded[-1] > VISITS * ADAPTER
+    run = Trained(tight, 4, network=network)
+    assert run.uploaded[0] == VISITS * (encoded + ADAPTER)
+    assert run.uploaded[-1] == VISITS * ADAPTER and resident() == [LAYERS * encoded]
 
 
 # --- Every way of writing a frozen weight ---
