@@ -31,10 +31,13 @@ _SPEAKERS = {
     "human": "user",
     "user": "user",
     "gpt": "assistant",
+    "chatgpt": "assistant",
     "assistant": "assistant",
+    "function_call": "assistant",
     "tool": "tool",
     "observation": "tool",
 }
+_OF_TURNS = ("from", "role", "value", "content")
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,9 @@ def item_of(record: Record, form: Format) -> Item:
     if form == "preference":
         return _pair(value, record.where)
     if form == "messages":
-        return _conversation(_list(value["messages"], "messages"), value, record.where)
+        messages = _list(value["messages"], "messages")
+        whole = _with_system(value, messages) if isinstance(messages, list) else messages
+        return _conversation(whole, value, record.where)
     if form == "sharegpt":
         return _conversation(_sharegpt(value), value, record.where)
     if form == "prompt":
@@ -151,18 +156,44 @@ def _sharegpt(value: Mapping[str, Any]) -> Any:
     if not isinstance(turns, list):
         return turns
     messages = []
-    if isinstance(value.get("system"), str) and value["system"].strip():
-        messages.append({"role": "system", "content": value["system"]})
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
             raise UnusableError("broken", "a turn that is no object", f"turn {index} is a {type(turn).__name__}")
-        speaker = turn.get("from", turn.get("role"))
+        speaker = _either(turn, index, "from", "role")
         if speaker not in _SPEAKERS:
             detail = f"turn {index} is from {speaker!r}, expected one of {', '.join(_SPEAKERS)}"
             raise UnusableError("broken", "a speaker that is not known", detail)
-        more = {"weight": turn["weight"]} if turn.get("weight") is not None else {}
-        messages.append({"role": _SPEAKERS[speaker], "content": turn.get("value", turn.get("content")), **more})
-    return messages
+        # The template sees every other member, as if the turn were a message.
+        message = {name: each for name, each in turn.items() if name not in _OF_TURNS and each is not None}
+        content = _either(turn, index, "value", "content")
+        if speaker == "function_call":
+            message |= {"content": None, "tool_calls": _calls(content, index)}
+        else:
+            message["content"] = content
+        messages.append({"role": _SPEAKERS[speaker], **message})
+    return _with_system(value, messages)
+
+
+def _either(turn: Mapping[str, Any], index: int, one: str, other: str) -> Any:
+    """Of two names for the same member, the one that is there."""
+    values = [turn[name] for name in (one, other) if turn.get(name) is not None]
+    if any(value != values[0] for value in values):
+        detail = f"turn {index} has {one} and {other}, which differ, expected one of them"
+        raise UnusableError("broken", f"a turn with {one} and {other}", detail)
+    return values[0] if values else None
+
+
+def _calls(text: Any, index: int) -> list[dict[str, Any]]:
+    """Calls of a turn from "function_call", as in LLaMA-Factory: JSON of an object with name and arguments, or several."""
+    try:
+        found = json.loads(text) if isinstance(text, str) else text
+    except (ValueError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
+        detail = f"turn {index} is {str(text)[:80]!r}, expected JSON with name and arguments"
+        raise UnusableError("broken", "a function_call that is no call", detail)
+    return [{"type": "function", "function": {"arguments": {}, **each}} for each in calls]
 
 
 def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
@@ -175,7 +206,11 @@ def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
 
 def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     question, more = value["instruction"], value.get("input")
-    if isinstance(more, str) and more.strip() and isinstance(question, str):
+    if isinstance(more, int | float) and not isinstance(more, bool):
+        more = str(more)  # as a column of a table is read whose texts are all numbers
+    if more is not None and not isinstance(more, str):
+        raise UnusableError("broken", "an input that is no text", f"its input is a {type(more).__name__}")
+    if more and more.strip() and isinstance(question, str):
         question = f"{question}\n\n{more}"
     messages = []
     for turn in value.get("history") or []:
@@ -190,8 +225,18 @@ def _said(role: str, content: Any) -> dict[str, Any]:
 
 
 def _with_system(value: Mapping[str, Any], messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages behind the record's `system`, unless they begin with it."""
     system = value.get("system")
-    return [_said("system", system), *messages] if isinstance(system, str) and system.strip() else messages
+    if system is None or (isinstance(system, str) and not system.strip()):
+        return messages
+    if not isinstance(system, str):
+        raise UnusableError("broken", "a system that is no text", f"its system is a {type(system).__name__}")
+    first = messages[0] if messages and isinstance(messages[0], dict) else {}
+    if first.get("role") not in ("system", "developer"):
+        return [_said("system", system), *messages]
+    if first.get("content") != system:
+        raise UnusableError("broken", "a system beside messages that begin with another one", "")
+    return messages
 
 
 def _pair(value: Mapping[str, Any], where: str) -> Pair:
@@ -235,13 +280,31 @@ def _tokens(value: Mapping[str, Any]) -> Tokens:
     mask = _list(value.get("attention_mask"), "attention_mask")
     if mask is not None and (not _numbers(mask) or list(mask) != [1] * len(tokens)):
         raise UnusableError("broken", "an attention_mask other than ones", "leave out padding")
+    learnt = _masks(value, len(tokens))
     if labels is None:
-        return Tokens(list(tokens), list(tokens))
+        return Tokens(list(tokens), _masked(tokens, learnt))
     if not _numbers(labels) or len(labels) != len(tokens):
         raise UnusableError("broken", "labels that are not one number a token", "")
     if any(label not in (IGNORED, token) for token, label in zip(tokens, labels, strict=True)):
         raise UnusableError("broken", "labels that are neither -100 nor the token", "labels are not shifted")
-    return Tokens(list(tokens), list(labels))
+    return Tokens(list(tokens), _masked(labels, learnt))
+
+
+def _masks(value: Mapping[str, Any], count: int) -> list[bool]:
+    """Which tokens may be learnt, by the masks that TRL writes beside tokens: those that each of them has."""
+    learnt = [True] * count
+    for name in ("completion_mask", "assistant_masks"):
+        mask = _list(value.get(name), name)
+        if mask is None:
+            continue
+        if not _numbers(mask) or len(mask) != count or not set(mask) <= {0, 1}:
+            raise UnusableError("broken", f"{name} that is not a 0 or 1 for each token", "")
+        learnt = [before and one == 1 for before, one in zip(learnt, mask, strict=True)]
+    return learnt
+
+
+def _masked(labels: list[int], learnt: list[bool]) -> list[int]:
+    return [label if one else IGNORED for label, one in zip(labels, learnt, strict=True)]
 
 
 def _numbers(values: Any) -> bool:

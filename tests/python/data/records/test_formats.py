@@ -16,6 +16,7 @@ ASKED = {"role": "user", "content": "q"}
 ANSWERED = {"role": "assistant", "content": "a"}
 OTHER = {"role": "assistant", "content": "b"}
 SYSTEM = {"role": "system", "content": "s"}
+CALLS = [{"type": "function", "function": {"arguments": {"a": 1}, "name": "add"}}]
 TURN = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
 
 
@@ -34,9 +35,36 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     ),
     "sharegpt": ({"conversations": TURN}, [ASKED, ANSWERED]),
     "sharegpt with a system": ({"system": "s", "conversations": TURN}, [SYSTEM, ASKED, ANSWERED]),
+    "sharegpt with more members": (
+        {"conversations": [TURN[0], {"from": "chatgpt", "value": None, "tool_calls": CALLS, "weight": 1, "x": "y"}]},
+        [ASKED, {"role": "assistant", "content": None, "tool_calls": CALLS, "weight": 1, "x": "y"}],
+    ),
+    "sharegpt with a call": (
+        {
+            "conversations": [
+                TURN[0],
+                {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+                {"from": "observation", "value": "1"},
+                TURN[1],
+            ]
+        },
+        [
+            ASKED,
+            {"role": "assistant", "content": None, "tool_calls": CALLS},
+            {"role": "tool", "content": "1"},
+            ANSWERED,
+        ],
+    ),
+    "turns with the names of messages": ({"conversations": [ASKED, ANSWERED]}, [ASKED, ANSWERED]),
+    "messages with a system beside them": ({"messages": [ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
+    "the same system twice": ({"messages": [SYSTEM, ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
     "prompt": ({"prompt": "q", "completion": "a"}, [ASKED, ANSWERED]),
     "prompt of messages": ({"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]}, [SYSTEM, ASKED, ANSWERED]),
     "instruction": ({"instruction": "q", "input": "", "output": "a"}, [ASKED, ANSWERED]),
+    "an input of a column of numbers": (
+        {"instruction": "q", "input": 7, "output": "a"},
+        [{"role": "user", "content": "q\n\n7"}, ANSWERED],
+    ),
     "instruction with a past": (
         {"instruction": "q", "input": "more", "output": "a", "history": [["q", "a"]], "system": "s"},
         [SYSTEM, ASKED, ANSWERED, {"role": "user", "content": "q\n\nmore"}, ANSWERED],
@@ -83,6 +111,10 @@ def test_answers_that_both_share_are_a_prompt() -> None:
 def test_texts_and_tokens() -> None:
     assert item({"text": "t"}) == item("t") == Text("t")
     assert item({"input_ids": [1, 2]}) == Tokens([1, 2], [1, 2])
+    assert item({"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}) == Tokens([1, 2, 3], [-100, 2, 3])
+    masks = {"completion_mask": [0, 1, 1], "assistant_masks": [0, 0, 1]}
+    assert item({"input_ids": [1, 2, 3], **masks}) == Tokens([1, 2, 3], [-100, -100, 3])
+    assert item({"input_ids": [1, 2], "labels": [1, -100], "completion_mask": [0, 1]}) == Tokens([1, 2], [-100, -100])
     assert item({"input_ids": "[1, 2]", "labels": [-100, 2], "attention_mask": [1, 1]}) == Tokens([1, 2], [-100, 2])
 
 
@@ -109,6 +141,18 @@ BROKEN = [
     ("messages", {"messages": [ASKED, {**ANSWERED, "content": "\ud83d"}]}, "half of a surrogate pair in a text", ""),
     ("sharegpt", {"conversations": [{"from": "bot"}]}, "a speaker that is not known", "'bot'"),
     ("sharegpt", {"conversations": ["x"]}, "a turn that is no object", "turn 0"),
+    ("sharegpt", {"conversations": [{**TURN[0], "content": "x"}]}, "a turn with value and content", "which differ"),
+    ("sharegpt", {"conversations": TURN, "system": 4}, "a system that is no text", "is a int"),
+    (
+        "sharegpt",
+        {"conversations": [TURN[0], {"from": "function_call", "value": "add(1)"}]},
+        "a function_call that is no call",
+        "turn 1",
+    ),
+    ("messages", {"messages": [SYSTEM, ASKED, ANSWERED], "system": "t"}, "a system beside messages that begin", ""),
+    ("instruction", {"instruction": "q", "input": ["x"], "output": "a"}, "an input that is no text", "is a list"),
+    ("tokens", {"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask that is not a 0 or 1 for each", ""),
+    ("tokens", {"input_ids": [1, 2], "assistant_masks": [2, 0]}, "assistant_masks that is not a 0 or 1 for each", ""),
     ("prompt", {"prompt": 3, "completion": "a"}, "a content that is no text", "is a int"),
     ("instruction", {"instruction": "q", "output": "a", "history": ["x"]}, "a history that is no list of pairs", ""),
     ("text", {"text": 3}, "a text that is no text", "int"),
