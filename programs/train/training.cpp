@@ -160,6 +160,11 @@ Training::Training(const Options& options)
   const std::optional<LoraOptions> lora =
       options.adapter.empty() ? lora_of(options) : std::optional(language::read_lora(options.adapter));
   if (lora) language::check_lora(*lora, config_);
+  if (options.merge && !config_.quantization.empty()) {
+    throw std::invalid_argument(
+        concat("[train] --merge is given and the weights of ", options.model,
+               " are encoded, expected plain ones; roundpipe export --merge decodes them first"));
+  }
   if (!options.devices.empty()) set_devices(options.devices);
   check_folder();
 }
