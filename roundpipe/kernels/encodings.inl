@@ -127,6 +127,23 @@ struct Mxfp4 : PackedCodes<false> {
   }
 };
 
+// Whole numbers from -8 to 7, stored without a sign, times a fraction of the block's largest magnitude. The first of
+// two numbers is in a byte's low bits, as in compressed-tensors' "pack-quantized".
+struct Int4 : PackedCodes<false> {
+  using Scale = float;
+  ROUNDPIPE_CODE static float value(unsigned code) { return static_cast<float>(static_cast<int>(code) - 8); }
+  ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
+  ROUNDPIPE_CODE static Scale scale(float largest) { return largest / 7.5f; }
+  ROUNDPIPE_CODE static float inverse(float largest) { return 7.5f / (largest < 1e-38f ? 1e-38f : largest); }
+  ROUNDPIPE_CODE static void values(const unsigned* codes, float* to) { values_of<Int4>(codes, to); }
+  ROUNDPIPE_CODE static void codes(const float* scaled, unsigned* to) {
+    for (int i = 0; i < kVector; ++i) {
+      const float nearest = (scaled[i] + kRounder) - kRounder, shifted = nearest > 7.0f ? 15.0f : nearest + 8.0f;
+      to[i] = shifted == shifted ? static_cast<unsigned>(static_cast<int>(shifted)) & 15u : 8u;
+    }
+  }
+};
+
 // Whole numbers up to 127, times a fraction of the block's largest magnitude.
 struct Int8 {
   using Scale = float;

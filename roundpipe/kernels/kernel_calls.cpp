@@ -404,8 +404,9 @@ template <typename Run>
 void for_form(const char* where, std::string_view form, Run&& run) {
   if (form == "nf4") return run(Nf4());
   if (form == "mxfp4") return run(Mxfp4());
+  if (form == "int4") return run(Int4());
   if (form == "int8") return run(Int8());
-  refuse(where, "the form is '", form, "', expected nf4, mxfp4 or int8");
+  refuse(where, "the form is '", form, "', expected nf4, mxfp4, int4 or int8");
 }
 
 template <typename Form>

@@ -171,6 +171,7 @@ void decode(const Tensor& codes, const Tensor& scales, std::string_view form, in
     const Tensor factors = form == "mxfp4" ? powers_of_two(given) : given;
     const Tensor values = form == "nf4"     ? looked_up<Nf4>(part, true)
                           : form == "mxfp4" ? looked_up<Mxfp4>(part, false)
+                          : form == "int4"  ? looked_up<Int4>(part, false)
                                             : part.to(at::kFloat);
     const Tensor each = factors.unsqueeze(1).expand({-1, block}).reshape(-1).slice(0, 0, end - begin);
     flat.slice(0, begin, end).copy_(values * each);

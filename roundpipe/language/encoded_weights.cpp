@@ -68,7 +68,9 @@ EncodedWeights encoded_in(const WeightFiles& files, const Config& config, bool s
                weight.name, "; quantise the plain model again");
       }
       if (!is_encoded) continue;
-      if (!is_matrix(weight.name)) refuse(weight.name, " is encoded in the files, expected a plain weight");
+      if (!is_matrix(weight.name))
+        refuse(weight.name,
+               " is encoded, and only linear layers and experts may be; load the plain model with quantise");
       const Encoding encoding = encoding_of(piece.name, stored->second, pieces.size() > 1, dtype);
       const auto [place, is_new] = found.emplace(weight.name, EncodedWeight{encoding, weight.shape});
       if (place->second.encoding.format != encoding.format) {

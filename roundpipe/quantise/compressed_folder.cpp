@@ -11,43 +11,52 @@ using nlohmann::json;
 
 namespace {
 
-constexpr int64_t kInWord = 4;  // codes of 8 bits
+constexpr int64_t kWordBits = 32;
 const char* const kWhere = "quantization_config";
-const std::string kScale = "_scale";
+const std::string kScale = "_scale", kPacked = "pack-quantized";
 
 bool is_there(const json& object, const char* name) {
   const auto found = object.find(name);
   return found != object.end() && !found->is_null();
 }
 
-// Throws unless the weights of a group have 8 bits and a scale for each row, and nothing else is quantised.
-void check_group(const std::string& name, const json& group, const std::string& format) {
+// The format of a group's weights. Throws if it is none of ours, or if something else is quantised.
+const Format& format_of(const std::string& name, const json& group, const std::string& stored_as) {
   const std::string where = concat(kWhere, ".config_groups.", files::shown(name));
   if (!group.is_object()) refuse_stored(where, "is no object, expected one");
   for (const char* other : {"input_activations", "output_activations"}) {
     if (is_there(group, other)) {
       refuse_stored(where, "has ", other,
-                    ", expected quantised weights alone: activations are not rounded here; load "
-                    "the weights that were quantised");
+                    ", expected quantised weights alone: activations are not rounded here; load the weights that were "
+                    "quantised");
     }
   }
-  if (is_there(group, "format") && group["format"] != format) {
-    refuse_stored(where, "has the format ", group["format"].dump(), ", expected ", format, " as the others");
+  if (is_there(group, "format") && group["format"] != stored_as) {
+    refuse_stored(where, "has the format ", group["format"].dump(), ", expected ", stored_as, " as the others");
   }
   const json& weights = files::member(group, "weights", json::value_t::object, place(where));
-  const auto require = [&](const char* field, const json& wanted) {
+  const auto require = [&](const char* field, const std::vector<json>& wanted) {
     const json& value = files::member(weights, field, place(where + ".weights"));
-    if (value != wanted)
-      refuse_stored(where, "has weights of ", field, " ", value.dump(), ", expected ", wanted.dump());
+    std::string expected;
+    for (const json& each : wanted) {
+      if (value == each) return value;
+      expected += (expected.empty() ? "" : " or ") + each.dump();
+    }
+    refuse_stored(where, "has weights of ", field, " ", value.dump(), ", expected ", expected);
   };
-  require("num_bits", 8);
-  require("type", "int");
-  require("strategy", "channel");
-  require("symmetric", true);
-  require("dynamic", false);
-  for (const char* other : {"actorder", "block_structure"}) {
-    if (is_there(weights, other)) refuse_stored(where, "has weights of ", other, ", expected none");
+  require("type", {"int"});
+  require("symmetric", {true});
+  require("dynamic", {false});
+  const std::vector<json> bits = stored_as == kPacked ? std::vector<json>{4, 8} : std::vector<json>{8};
+  const bool is_4_bits = require("num_bits", bits) == 4;
+  if (is_there(weights, "block_structure")) refuse_stored(where, "has weights of block_structure, expected none");
+  // With other orders, a tensor of its own says which scale a column has.
+  if (is_there(weights, "actorder")) require("actorder", {"static", "weight"});
+  if (is_4_bits && require("strategy", {"channel", "group"}) == "group") {
+    return find_format("int4-" + require("group_size", {32, 64, 128}).dump());
   }
+  require("strategy", {"channel"});
+  return find_format(is_4_bits ? "int4" : "int8");
 }
 
 std::optional<c10::ScalarType> rounded_to(const std::string& dtype) {
@@ -57,42 +66,43 @@ std::optional<c10::ScalarType> rounded_to(const std::string& dtype) {
 }
 
 // `scales`: their name; the codes' follows from it.
-StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, bool is_packed) {
+StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, const Format& format, bool is_packed) {
   const std::string codes = is_packed ? weight + "_packed" : weight, scales = weight + kScale;
   const files::TensorEntry& entry = tensors.at(codes, weight, {is_packed ? "I32" : "I8"});
   std::vector<int64_t> sizes = entry.shape;
   if (sizes.size() < 2 || (is_packed && sizes.size() > 2)) {
     refuse_stored(codes, "has the shape ", at::IntArrayRef(sizes), ", expected rows of codes");
   }
+  const bool is_8_bits = format.name() == "int8";
   if (is_packed) {
     const std::string shape = weight + "_shape";
     tensors.at(shape, weight, {"I64", "I32"}, 2);
     const at::Tensor stored = tensors.read(shape).to(at::kLong).contiguous();
     const auto* const numbers = stored.const_data_ptr<int64_t>();
     const std::vector<int64_t> own(numbers, numbers + 2);
-    if (own[0] != sizes[0] || own[1] != sizes[1] * kInWord) {
+    const int64_t in_word = kWordBits / (is_8_bits ? 8 : 4);
+    if (own[0] != sizes[0] || own[1] != sizes[1] * in_word) {
       refuse_stored(shape, "says ", at::IntArrayRef(own), " and ", codes, " has the shape ", at::IntArrayRef(sizes),
-                    ", expected ", kInWord, " codes in each word of whole rows");
+                    ", expected ", in_word, " codes in each word of whole rows");
     }
     sizes = own;
   }
   for (const char* other : {"_zero_point", "_g_idx"}) {
     if (tensors.has(weight + other)) refuse_stored(weight + other, "is there, expected scales alone");
   }
-  const Format& format = find_format("int8");
   require_form(format, weight, sizes);
-  const int64_t rows = c10::multiply_integers(sizes.begin(), sizes.end() - 1);
-  const std::string& dtype = tensors.at(scales, weight, {"F32", "BF16", "F16"}, rows).dtype;
+  const int64_t count = c10::multiply_integers(format.parts(sizes)[1].sizes);
+  const std::string& dtype = tensors.at(scales, weight, {"F32", "BF16", "F16"}, count).dtype;
   return {{.format = &format},
           sizes,
           rounded_to(dtype),
-          {{.tensor = codes, .has_offset_codes = is_packed}, {.tensor = scales}},
+          {{.tensor = codes, .has_offset_codes = is_packed && is_8_bits}, {.tensor = scales}},
           is_packed ? std::vector{weight + "_shape"} : std::vector<std::string>()};
 }
 
 StoredWeights find_compressed(const json& config, const FolderTensors& tensors) {
   const std::string format = files::member(config, "format", json::value_t::string, place(kWhere));
-  const bool is_packed = format == "pack-quantized";
+  const bool is_packed = format == kPacked;
   if (!is_packed && format != "int-quantized") {
     refuse_stored(kWhere, "has the format '", files::shown(format), "', expected int-quantized or pack-quantized");
   }
@@ -106,16 +116,22 @@ StoredWeights find_compressed(const json& config, const FolderTensors& tensors) 
       refuse_stored(concat(kWhere, ".", files::shown(name)), "is set, expected quantised weights alone");
     }
   }
+  const Format* own = nullptr;
   for (const auto& [name, group] :
        files::member(config, "config_groups", json::value_t::object, place(kWhere)).items()) {
-    check_group(name, group, format);
+    const Format& each = format_of(name, group, format);
+    if (own != nullptr && own != &each) {
+      refuse_stored(kWhere, "has groups of ", own->name(), " and of ", each.name(), ", expected one format");
+    }
+    own = &each;
   }
+  if (own == nullptr) refuse_stored(kWhere, "has no config_groups, expected one");
   const std::string ending = is_packed ? "_packed" : kScale;
   StoredWeights found;
   for (const auto& [name, entry] : tensors.all()) {
     if (!name.ends_with(ending)) continue;
     const std::string weight = name.substr(0, name.size() - ending.size());
-    if (is_packed || tensors.has(weight)) found.emplace(weight, weight_of(tensors, weight, is_packed));
+    if (is_packed || tensors.has(weight)) found.emplace(weight, weight_of(tensors, weight, *own, is_packed));
   }
   return found;
 }

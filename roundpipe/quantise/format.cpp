@@ -16,13 +16,17 @@ namespace {
 
 int64_t product(at::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
-const std::array<Format, 4>& formats() {
+const std::array<Format, 8>& formats() {
   constexpr int64_t kQloraBlock = 64, kMxBlock = 32;
   static const std::array all = {
       Format({.name = "nf4", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2}),
       Format({.name = "nf4-double", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2, .nested = true}),
       Format({.name = "mxfp4", .form = "mxfp4", .block = kMxBlock, .in_byte = 2, .multiple = kMxBlock}),
       Format({.name = "int8", .form = "int8", .block = 0, .in_byte = 1, .multiple = 1}),
+      Format({.name = "int4", .form = "int4", .block = 0, .in_byte = 2, .multiple = 8, .only_read = true}),
+      Format({.name = "int4-32", .form = "int4", .block = 32, .in_byte = 2, .multiple = 32, .only_read = true}),
+      Format({.name = "int4-64", .form = "int4", .block = 64, .in_byte = 2, .multiple = 64, .only_read = true}),
+      Format({.name = "int4-128", .form = "int4", .block = 128, .in_byte = 2, .multiple = 128, .only_read = true}),
   };
   return all;
 }
@@ -115,7 +119,9 @@ const Format& find_format(std::string_view name) {
 
 std::vector<std::string> format_names() {
   std::vector<std::string> names;
-  for (const Format& format : formats()) names.emplace_back(format.name());
+  for (const Format& format : formats()) {
+    if (!format.is_only_read()) names.emplace_back(format.name());
+  }
   return names;
 }
 

@@ -18,15 +18,17 @@ class Format {
  public:
   struct Layout {
     std::string_view name;
-    std::string_view form;  // of kernels::encode
-    int64_t block;          // 0: a row
-    int64_t in_byte;        // codes
-    int64_t multiple;       // of numbers, that a row has
-    bool nested = false;    // whether scales are encoded as well, see nested_scales.h
+    std::string_view form;   // of kernels::encode
+    int64_t block;           // 0: a row
+    int64_t in_byte;         // codes
+    int64_t multiple;        // of numbers, that a row has
+    bool nested = false;     // whether scales are encoded as well, see nested_scales.h
+    bool only_read = false;  // of files, and not offered to users, for whom another format is better
   };
   explicit constexpr Format(Layout layout) : layout_(layout) {}
 
   std::string_view name() const { return layout_.name; }
+  bool is_only_read() const { return layout_.only_read; }
   // Why a tensor of these sizes has no such form, to follow its name; empty: it has one.
   std::string reason_against(at::IntArrayRef sizes) const;
   // Of its parts, in their order, see Part.
@@ -60,9 +62,10 @@ class Format {
 // "mxfp4": blocks of 32 in a row with scales that are powers of two, 4.25 bits a number; "OCP Microscaling Formats (MX)
 //   Specification", 1.0, 2023.
 // "int8": a scale for each row, 8 bits a number.
+// "int4", "int4-32", "int4-64", "int4-128": a scale for each row, or for so many numbers in one; read from files alone.
 // Throws std::invalid_argument for other names.
 const Format& find_format(std::string_view name);
-// Their names.
+// The names of those that users may choose.
 std::vector<std::string> format_names();
 
 }  // namespace roundpipe::quantise

@@ -19,9 +19,12 @@ const std::vector<FolderLayout>& layouts() {
 }
 
 const FolderLayout& layout_of(const Format& format) {
-  return *std::ranges::find_if(layouts(), [&](const FolderLayout& each) {
-    return std::ranges::find(each.formats, format.name()) != each.formats.end();
-  });
+  for (const FolderLayout& each : layouts()) {
+    if (std::ranges::find(each.formats, format.name()) != each.formats.end()) return each;
+  }
+  throw std::invalid_argument(concat("[quantised folder] weights of ", format.name(),
+                                     " are only read, expected one of ",
+                                     "the formats that are written; see format_names"));
 }
 
 }  // namespace

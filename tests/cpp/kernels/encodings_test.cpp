@@ -48,8 +48,9 @@ struct Form {
   int64_t width;
 };
 // Blocks within rows, across them, that end early, larger than a piece, and rows of odd lengths.
-const std::vector<Form> kForms = {{"nf4", 64, 128}, {"nf4", 64, 6},   {"nf4", 4096, 3000}, {"mxfp4", 32, 96},
-                                  {"mxfp4", 8, 24}, {"int8", 72, 72}, {"int8", 13, 13},    {"int8", 5000, 5000}};
+const std::vector<Form> kForms = {{"nf4", 64, 128}, {"nf4", 64, 6},      {"nf4", 4096, 3000}, {"mxfp4", 32, 96},
+                                  {"mxfp4", 8, 24}, {"int4", 128, 256},  {"int4", 24, 24},    {"int8", 72, 72},
+                                  {"int8", 13, 13}, {"int8", 5000, 5000}};
 
 }  // namespace
 
@@ -70,6 +71,10 @@ TEST_CASE("encodings: every code has its published value, and is that value's co
   };
   check("nf4", kQuantiles, true, at::ones({1}, at::kFloat));
   check("mxfp4", kE2m1, false, at::full({1}, 127, at::kByte));
+  const Tensor digits = all.repeat_interleave(16) + all.repeat({16}).bitwise_left_shift(4);
+  const Tensor integers = at::stack({all.repeat_interleave(16), all.repeat({16})}, -1).view({4, 128}) - 8;
+  const EncodedNumbers four{digits.to(at::kByte).view({4, 64}), at::ones({4}, at::kFloat)};
+  CHECK(same_bits(decode(four, "int4", 128, at::kFloat), integers.to(at::kFloat)));
   const Tensor bytes = at::arange(-127, 128, at::kFloat).view({1, -1});
   const EncodedNumbers whole = encode(bytes, "int8", bytes.size(1));
   CHECK(at::equal(whole.codes.to(at::kFloat), bytes));
@@ -92,7 +97,10 @@ TEST_CASE("encodings: numbers are near, and decode with the same bits by torch's
         CHECK(same_bits(decoded, plain));
       }
       const Tensor error = (decode(encoded, form.name, form.block, at::kFloat) - numbers.to(at::kFloat)).abs();
-      const double share = form.name == "int8" ? 0.51 / 127 : form.name == "nf4" ? 0.153 : 0.26;
+      const double share = form.name == "int8"   ? 0.51 / 127
+                           : form.name == "int4" ? 0.51 / 7.5
+                           : form.name == "nf4"  ? 0.153
+                                                 : 0.26;
       CHECK(error.max().item<double>() <= share * numbers.abs().max().item<double>());
     }
   }
@@ -114,7 +122,7 @@ TEST_CASE("encodings: each number gets the nearest value, the lower of two for n
 
 TEST_CASE("encodings: the ends of the range") {
   const float tiny = std::numeric_limits<float>::min(), huge = std::numeric_limits<float>::max() / 2;
-  for (const Form& form : {Form{"nf4", 64, 64}, Form{"mxfp4", 32, 64}, Form{"int8", 64, 64}}) {
+  for (const Form& form : {Form{"nf4", 64, 64}, Form{"mxfp4", 32, 64}, Form{"int4", 32, 64}, Form{"int8", 64, 64}}) {
     CAPTURE(form.name);
     for (const float number : {0.0f, tiny, tiny / 4, 1e-40f, 1.0f, huge}) {
       CAPTURE(number);

@@ -114,23 +114,26 @@ def test_openai_s_mxfp4_is_what_transformers_makes_of_it(folder: Callable[[str],
     assert not same(numbers(load(tmp_path / "out")), dict(dequantised.named_parameters()))
 
 
-def packed(folder: Path, out: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """A folder of compressed-tensors' "pack-quantized" rows of 8 bits, by its documentation, and its numbers."""
+def packed(folder: Path, out: Path, dtype: torch.dtype, bits: int, group: int | None) -> dict[str, torch.Tensor]:
+    """A folder of compressed-tensors' "pack-quantized" weights, by its documentation, and its numbers."""
     out.mkdir()
     tensors, expected = load_file(folder / "model.safetensors"), {}
+    half, in_word = 2 ** (bits - 1), 32 // bits
     for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        weight = tensors.pop(name)
-        scale = (weight.float().abs().amax(1, keepdim=True) / 127).to(dtype)
-        codes = (weight.float() / scale.float()).round().clamp(-128, 127).int()
-        words = (codes + 128).view(len(weight), -1, 4)
-        shifted = sum(words[..., i].long() << (8 * i) for i in range(4))
-        tensors[f"{name}_packed"] = torch.as_tensor(shifted).to(torch.int32)
-        tensors[f"{name}_scale"], tensors[f"{name}_shape"] = scale, torch.tensor(weight.shape)
-        expected[name] = (codes.to(dtype) * scale).to(torch.bfloat16)
+        weight = tensors.pop(name).float()
+        blocks = weight.view(len(weight), -1, group or weight.shape[1])
+        scale = (blocks.abs().amax(2, keepdim=True) / (half - 0.5)).to(dtype)
+        codes = (blocks / scale.float()).round().clamp(-half, half - 1).int()
+        digits = (codes + half).view(len(weight), -1, in_word).long()
+        words = torch.stack([digits[..., i] << (bits * i) for i in range(in_word)]).sum(0)
+        tensors[f"{name}_packed"] = words.to(torch.int32)
+        tensors[f"{name}_scale"], tensors[f"{name}_shape"] = scale.squeeze(2), torch.tensor(weight.shape)
+        expected[name] = (codes.to(dtype) * scale).to(torch.bfloat16).view_as(weight)
     save_file(tensors, out / "model.safetensors", {"format": "pt"})
-    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
-    describe(folder, out, {**PACKED, "config_groups": {"group_0": group}})
+    weights = {"num_bits": bits, "type": "int", "symmetric": True, "dynamic": False, "group_size": group}
+    weights |= {"strategy": "group" if group else "channel", "actorder": None}
+    described = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+    describe(folder, out, {**PACKED, "config_groups": {"group_0": described}})
     return tensors | expected
 
 
@@ -142,13 +145,18 @@ def describe(folder: Path, out: Path, quantization: dict[str, Any]) -> None:
     (out / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_rows_of_8_bits(dtype: torch.dtype, folder: Callable[[str], Path], tmp_path: Path) -> None:
-    expected = packed(folder("llama"), tmp_path / "out", dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 32), (4, 64)])
+def test_packed_weights(
+    bits: int, group: int | None, dtype: torch.dtype, folder: Callable[[str], Path], tmp_path: Path
+) -> None:
+    expected = packed(folder("llama"), tmp_path / "out", dtype, bits, group)
     names = {name for name, _ in build("llama").named_parameters()}
-    found = numbers(load(tmp_path / "out"))
+    model = load(tmp_path / "out")
+    found = numbers(model)
     assert found.keys() == names
     assert not same(found, {name: expected[name] for name in names})
+    assert torch.isfinite(model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS}))
 
 
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
@@ -251,6 +259,7 @@ def state(**fields: Any) -> Callable[[Path], None]:
     return damage(f"{WEIGHT}.quant_state.bitsandbytes__nf4", change)
 
 
+ROWS = {"type": "int", "symmetric": True, "dynamic": False}
 WEIGHT = "model.layers.1.mlp.up_proj.weight"
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
@@ -276,7 +285,7 @@ DAMAGES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "blocks": ("gpt_oss", "mxfp4", damage(SCALES, lambda t: t[:, :, :-1].contiguous()),
         r"down_proj_scales has the shape \[4, 64, 3\], expected \[4, 64, 4\]"),
     "activations": ("llama", "int8", groups(input_activations={}), "config_groups.a has input_activations"),
-    "4 bits": ("llama", "int8", groups(weights={"num_bits": 4}), "has weights of num_bits 4, expected 8"),
+    "4 bits": ("llama", "int8", groups(weights={**ROWS, "num_bits": 4}), "has weights of num_bits 4, expected 8"),
     "a cache": ("llama", "int8", configured(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme is set"),
     "rows": ("llama", "int8", damage(f"{WEIGHT}_scale", lambda t: t[1:]), f"{WEIGHT}_scale has 127 numbers"),
 }  # fmt: skip
