@@ -156,7 +156,7 @@ $(BUILD)/.with_tests: $(BUILD)/.configured
 # --- Tests -------------------------------------------------------------------------------------------------------
 
 build-tests: $(BUILD)/.with_tests
-	$(call say,3,compiling the C++ tests. About 5 minutes on two cores)
+	$(call say,3,compiling the C++ tests. About 4 minutes on two cores)
 	@$(NINJA) -C $(BUILD)
 
 test-cpp: build-tests

@@ -184,7 +184,7 @@ def _either(turn: Mapping[str, Any], index: int, one: str, other: str) -> Any:
 
 
 def _calls(text: Any, index: int) -> list[dict[str, Any]]:
-    """Calls of a turn from "function_call", as in LLaMA-Factory: as JSON, an object with name and arguments, or more."""
+    """Calls of a turn from "function_call", as LLaMA-Factory has them: JSON of an object with name and arguments."""
     try:
         found = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
