@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -159,28 +160,31 @@ def _sharegpt(value: Mapping[str, Any]) -> Any:
     for index, turn in enumerate(turns):
         if not isinstance(turn, Mapping):
             raise UnusableError("broken", "a turn that is no object", f"turn {index} is a {type(turn).__name__}")
-        speaker = _either(turn, index, "from", "role")
-        if speaker not in _SPEAKERS:
+        # Some have both names, as in {"from": "human", "role": "user"}.
+        speakers = [turn[name] for name in ("from", "role") if turn.get(name) is not None]
+        roles = {_SPEAKERS.get(str(each)) for each in speakers}
+        speaker = speakers[0] if speakers else None
+        if len(roles) != 1 or None in roles:
             detail = f"turn {index} is from {speaker!r}, expected one of {', '.join(_SPEAKERS)}"
             raise UnusableError("broken", "a speaker that is not known", detail)
         # The template sees every other member, as if the turn were a message.
         message = {name: each for name, each in turn.items() if name not in _OF_TURNS and each is not None}
-        content = _either(turn, index, "value", "content")
+        content = _content_of(turn, index)
         if speaker == "function_call":
             message |= {"content": None, "tool_calls": _calls(content, index)}
         else:
             message["content"] = content
-        messages.append({"role": _SPEAKERS[speaker], **message})
+        messages.append({"role": roles.pop(), **message})
     return _with_system(value, messages)
 
 
-def _either(turn: Mapping[str, Any], index: int, one: str, other: str) -> Any:
-    """Of two names for the same member, the one that is there."""
-    values = [turn[name] for name in (one, other) if turn.get(name) is not None]
-    if any(value != values[0] for value in values):
-        detail = f"turn {index} has {one} and {other}, which differ, expected one of them"
-        raise UnusableError("broken", f"a turn with {one} and {other}", detail)
-    return values[0] if values else None
+def _content_of(turn: Mapping[str, Any], index: int) -> Any:
+    """Its `value`, or the `content` that a message has."""
+    value, content = turn.get("value"), turn.get("content")
+    if value is not None and content is not None and value != content:
+        detail = f"turn {index} has value and content, which differ, expected one of them"
+        raise UnusableError("broken", "a turn with value and content", detail)
+    return content if value is None else value
 
 
 def _calls(text: Any, index: int) -> list[dict[str, Any]]:
@@ -206,7 +210,8 @@ def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
 
 def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     question, more = value["instruction"], value.get("input")
-    if isinstance(more, int | float) and not isinstance(more, bool):
+    is_number = isinstance(more, int) or (isinstance(more, float) and math.isfinite(more))
+    if is_number and not isinstance(more, bool):
         more = str(more)  # as a column of a table is read whose texts are all numbers
     if more is not None and not isinstance(more, str):
         raise UnusableError("broken", "an input that is no text", f"its input is a {type(more).__name__}")

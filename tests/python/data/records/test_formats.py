@@ -55,6 +55,10 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             ANSWERED,
         ],
     ),
+    "turns with two names for the speaker": (
+        {"conversations": [{**TURN[0], "role": "user"}, {**TURN[1], "role": "assistant"}]},
+        [ASKED, ANSWERED],
+    ),
     "turns with the names of messages": ({"conversations": [ASKED, ANSWERED]}, [ASKED, ANSWERED]),
     "messages with a system beside them": ({"messages": [ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
     "the same system twice": ({"messages": [SYSTEM, ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
@@ -142,6 +146,9 @@ BROKEN = [
     ("sharegpt", {"conversations": [{"from": "bot"}]}, "a speaker that is not known", "'bot'"),
     ("sharegpt", {"conversations": ["x"]}, "a turn that is no object", "turn 0"),
     ("sharegpt", {"conversations": [{**TURN[0], "content": "x"}]}, "a turn with value and content", "which differ"),
+    ("sharegpt", {"conversations": [{**TURN[0], "role": "gpt"}]}, "a speaker that is not known", "'human'"),
+    ("sharegpt", {"conversations": [{"from": ["x"]}]}, "a speaker that is not known", "turn 0"),
+    ("instruction", {"instruction": "q", "input": float("nan"), "output": "a"}, "an input that is no text", "float"),
     ("sharegpt", {"conversations": TURN, "system": 4}, "a system that is no text", "is a int"),
     (
         "sharegpt",
