@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from roundpipe.export.bar import with_bar
+
 
 @dataclass(frozen=True)
 class ExportOptions:
@@ -36,23 +38,9 @@ def export(options: ExportOptions) -> None:
     OUT_DIR gets the base's files with the merged weights in them, and loads with from_pretrained. The weights are those
     that peft's merge_and_unload() gives, in the dtype of the base's files. A run that fails leaves nothing behind.
     """
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from roundpipe.export.adapter import base_named_by
     from roundpipe.export.merge import merge_adapter
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("reading", total=None)
-
-            def show(done: int, total: int) -> None:
-                bar.update(task, description="merging", completed=done, total=total)
-
-            base = base_named_by(options.merge) if options.base is None else options.base
-            merge_adapter(base, options.merge, options.out, progress=show)
-    except KeyboardInterrupt:
-        typer.echo("\nroundpipe: interrupted, nothing was written", err=True)
-        raise typer.Exit(130) from None
+    base = base_named_by(options.merge) if options.base is None else options.base
+    with_bar("merging", lambda show: merge_adapter(base, options.merge, options.out, progress=show))
     typer.echo(f"merged into {options.out}", err=True)

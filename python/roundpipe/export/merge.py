@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig
 
 from roundpipe.export.adapter import read_adapter
-from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, write_safetensors
+from roundpipe.export.output import Entry, Progress, bytes_of_tensor, write_folder
 from roundpipe.export.placement import Placement
-from roundpipe.files import check_free, new_folder, read_json
+from roundpipe.files import check_free, read_json
 from roundpipe.huggingface.weights.encoded_files import DecodedCheckpoint
-from roundpipe.huggingface.weights.files import INDEX_FILE, Checkpoint
-
-Progress = Callable[[int, int], None]
+from roundpipe.huggingface.weights.files import Checkpoint
 
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _TOKENIZER_FILES = (
@@ -66,58 +63,47 @@ def merge_adapter(base: str | Path, adapter: str | Path, out: str | Path, *, pro
     placement = Placement(checkpoint, loaded)
     copies = other_files(checkpoint.folder, adapter)
     entries = _entries(checkpoint, placement)
-    weights = sum(entry.size_bytes for file in entries.values() for entry in file)
-    done = 0
-
-    def counted(chunks: Iterator[memoryview]) -> Iterator[memoryview]:
-        nonlocal done
-        for chunk in chunks:
-            yield chunk
-            done += chunk.nbytes
-            if progress is not None:
-                progress(done, weights)
-
     ready: dict[str, torch.Tensor] = {}  # merged, not yet written
 
     def chunks(name: str) -> Iterator[memoryview]:
         key = placement.untied.get(name, name)
         if key not in placement.groups:
-            if isinstance(checkpoint, DecodedCheckpoint) and name in checkpoint.encoded:
-                return counted(bytes_of_tensor(checkpoint.read(name)))
-            stored = checkpoint.tensors[name]
-            return counted(bytes_of_file(checkpoint.folder / stored.file, stored.start, stored.end))
+            return checkpoint.chunks(name)
         if name not in ready:
             merged, split = placement.merge(placement.groups[key])
             ready.update(merged | split)
-        return counted(bytes_of_tensor(ready.pop(name)))
+        return bytes_of_tensor(ready.pop(name))
 
-    others = sum(path.stat().st_size for path in copies.values())
-    with new_folder(out, "export", weights + others + (16 << 20)) as folder, torch.no_grad():
-        for name, path in copies.items():
-            shutil.copyfile(path, folder / name)
-        for file in checkpoint.files:
-            write_safetensors(folder / file, checkpoint.metadata[file], entries[file], chunks)
-        if checkpoint.index is not None:
-            write_index(folder / INDEX_FILE, checkpoint.index, entries)
-        if placement.untied:
-            _change(folder / "config.json", tie_word_embeddings=False)
-        if isinstance(checkpoint, DecodedCheckpoint):
-            _change(folder / "config.json", quantization_config=None)
+    def config(fields: dict[str, Any]) -> dict[str, Any]:
+        fields.pop("quantization_config", None)  # the weights are plain now
+        return {**fields, "tie_word_embeddings": False} if placement.untied else fields
+
+    write_folder(out, "export", checkpoint, entries, chunks, copies, config, progress)
     return out
 
 
 def _open(folder: Path) -> Checkpoint:
-    path = folder / "config.json"
-    config = read_json(path, "export", "the config of a model") if path.is_file() else {}
-    quantization = config.get("quantization_config") if isinstance(config, dict) else None
+    quantization = quantization_of(folder, "export")
     if quantization is None:
         return Checkpoint(folder)
     dtype: torch.dtype = AutoConfig.from_pretrained(folder, local_files_only=True).dtype or torch.float32
     return DecodedCheckpoint(folder, quantization, dtype)
 
 
-def find_base(base: str | Path) -> Path:
-    """Finds the folder of a base model: the given folder, or its place in the local Hugging Face cache.
+def quantization_of(folder: Path, where: str) -> Any:
+    """The `quantization_config` in a folder's config.json, or None."""
+    path = folder / "config.json"
+    config = read_json(path, where, "the config of a model") if path.is_file() else {}
+    return config.get("quantization_config") if isinstance(config, dict) else None
+
+
+def find_base(
+    base: str | Path, where: str = "export", what: str = "base", give: str = "--base with its folder"
+) -> Path:
+    """Finds the folder of a model: the given folder, or its place in the local Hugging Face cache.
+
+    Args:
+        where: tags the message, in which it is `what`; the advice is to give `give`.
 
     Raises:
         ValueError: there is no such folder, and no such model in the cache.
@@ -131,8 +117,8 @@ def find_base(base: str | Path) -> Path:
         return Path(snapshot_download(str(base), local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError, OSError):
         raise ValueError(
-            f"[export] the base {str(base)!r} is neither a folder nor a model in the local Hugging Face cache; give "
-            "--base with its folder, or fetch it with `hf download`"
+            f"[{where}] the {what} {str(base)!r} is neither a folder nor a model in the local Hugging Face cache; give "
+            f"{give}, or fetch it with `hf download`"
         ) from None
 
 
@@ -157,18 +143,3 @@ def other_files(base: Path, adapter: Path | None = None) -> dict[str, Path]:
         files = {name: path for name, path in files.items() if name not in _TOKENIZER_FILES}
         files |= {name: adapter / name for name in _TOKENIZER_FILES if (adapter / name).is_file()}
     return files
-
-
-def write_index(path: Path, metadata: dict[str, object], entries: dict[str, list[Entry]]) -> None:
-    """Writes the index of such files."""
-    weight_map = {entry.name: file for file, held in entries.items() for entry in held}
-    total = sum(entry.size_bytes for held in entries.values() for entry in held)
-    index = {"metadata": {**metadata, "total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def _change(path: Path, **fields: object) -> None:
-    """Sets fields of a config.json; None removes one."""
-    config = json.loads(path.read_text(encoding="utf-8")) | fields
-    kept = {name: value for name, value in config.items() if name not in fields or value is not None}
-    path.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")

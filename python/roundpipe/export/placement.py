@@ -21,7 +21,6 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe import _core
 from roundpipe.export.adapter import Adapter
-from roundpipe.huggingface.weights.encoded_files import DecodedCheckpoint
 from roundpipe.huggingface.weights.files import Checkpoint
 from roundpipe.huggingface.weights.names import Names, Read, Source
 
@@ -67,7 +66,7 @@ class Placement:
 
     def __init__(self, checkpoint: Checkpoint, adapter: Adapter) -> None:
         self._checkpoint = checkpoint
-        model = build_model(checkpoint.folder, "export", decoded=isinstance(checkpoint, DecodedCheckpoint))
+        model = build_model(checkpoint.folder, "export")
         # The conversions that a loaded model keeps for saving. Legacy names are read but not written.
         saved: Any = get_model_conversion_mapping(model, add_legacy=False)
         model._weight_conversions = saved
@@ -270,22 +269,16 @@ class _Loaded(NamedTuple):
     unexpected_keys: list[str]
 
 
-def build_model(folder: Path, where: str, decoded: bool = False) -> PreTrainedModel:
-    """The plain causal language model of a folder, on the meta device.
-
-    Args:
-        where: tags the messages.
-        decoded: whether quantised weights will be decoded; they are refused otherwise.
+def build_model(folder: Path, where: str) -> PreTrainedModel:
+    """The causal language model of a folder on the meta device, with plain weights, whatever its files hold.
 
     Raises:
-        ValueError: transformers makes no such model, or the weights are quantised.
+        ValueError: tagged with `where`: transformers makes no such model.
     """
     factory: Any = AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
-            if not decoded:
-                raise ValueError("its weights are quantised; give the model with weights of full precision")
             del config.quantization_config
         with torch.device("meta"):
             model = factory.from_config(config, attn_implementation="eager")

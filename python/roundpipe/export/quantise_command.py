@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
+
+from roundpipe.command_options import EncodedFormat
+from roundpipe.export.bar import with_bar
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class QuantiseFolderOptions:
     ]
     out: Annotated[Path, typer.Argument(metavar="OUT_DIR", help="The folder to write: new, or empty.")]
     format: Annotated[
-        Literal["nf4", "nf4-double", "mxfp4", "int8"],
+        EncodedFormat,
         typer.Option(help="Bits a weight: nf4 4.5, nf4-double 4.13, mxfp4 4.25, int8 8."),
     ] = "nf4"
     keep: Annotated[
@@ -36,25 +40,12 @@ def quantise(options: QuantiseFolderOptions) -> None:
     from_pretrained and `roundpipe train --lora` take OUT_DIR as it is. The weights of linear layers and of experts are
     encoded; embeddings, norms and the head stay. A run that fails leaves nothing behind.
     """
-    from collections import Counter
-
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
     from roundpipe.export.quantised_folder import quantise_folder
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    try:
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("reading", total=None)
-
-            def show(done: int, total: int) -> None:
-                bar.update(task, description="quantising", completed=done, total=total)
-
-            made = quantise_folder(options.model, options.out, options.format, options.keep or (), progress=show)
-    except KeyboardInterrupt:
-        typer.echo("\nroundpipe: interrupted, nothing was written", err=True)
-        raise typer.Exit(130) from None
+    made = with_bar(
+        "quantising",
+        lambda show: quantise_folder(options.model, options.out, options.format, options.keep or (), progress=show),
+    )
     share = f"{made.encoded / made.plain:.1%} of {made.plain:,}"
     typer.echo(f"{options.format}: {made.encoded:,} bytes, {share}; error {made.error:.2%} of the weights (rms)")
     by_reason: Counter[str] = Counter()

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from roundpipe import _core
-from roundpipe.export.merge import find_base, other_files, write_index
-from roundpipe.export.output import Entry, bytes_of_file, bytes_of_tensor, write_safetensors
+from roundpipe.export.merge import find_base, other_files, quantization_of
+from roundpipe.export.output import Entry, Progress, bytes_of_tensor, write_folder
 from roundpipe.export.placement import build_model
-from roundpipe.files import check_free, new_folder
+from roundpipe.files import check_free
 from roundpipe.huggingface.weights.encoded_files import Encoded, merge_encoded
-from roundpipe.huggingface.weights.files import INDEX_FILE, Checkpoint
+from roundpipe.huggingface.weights.files import Checkpoint
 from roundpipe.huggingface.weights.names import Names, Source
 from roundpipe.huggingface.weights.safetensors_header import DTYPES, CheckpointError
 from roundpipe.quantise.choice import choose
-
-Progress = Callable[[int, int], None]
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -70,45 +68,31 @@ def quantise_folder(
     """
     out = Path(out)
     check_free(out, "quantise")
-    checkpoint = Checkpoint(find_base(model))
+    checkpoint = Checkpoint(find_base(model, "quantise", "model", "its folder"))
+    if quantization_of(checkpoint.folder, "quantise") is not None:
+        raise ValueError(
+            f"[quantise] {checkpoint.folder}: its weights are quantised, expected plain ones; give the model that was "
+            "quantised, or merge and decode it with roundpipe export"
+        )
     plan = _Plan(checkpoint, format, keep)
     entries = plan.entries()
-    total = sum(entry.size_bytes for held in entries.values() for entry in held)
-    done = 0
     ready: dict[str, torch.Tensor] = {}  # encoded, not yet written
 
     def chunks(name: str) -> Iterator[memoryview]:
-        nonlocal done
-        if name in plan.weight_of:
-            if name not in ready:
-                ready.update(plan.encode(plan.weight_of[name]))
-            pieces = bytes_of_tensor(ready.pop(name))
-        else:
-            stored = checkpoint.tensors[name]
-            pieces = bytes_of_file(checkpoint.folder / stored.file, stored.start, stored.end)
-        for piece in pieces:
-            yield piece
-            done += piece.nbytes
-            if progress is not None:
-                progress(done, total)
+        if name not in plan.weight_of:
+            return checkpoint.chunks(name)
+        if name not in ready:
+            ready.update(plan.encode(plan.weight_of[name]))
+        return bytes_of_tensor(ready.pop(name))
 
-    copies = other_files(checkpoint.folder)
-    others = sum(path.stat().st_size for path in copies.values())
-    with new_folder(out, "quantise", total + others + (16 << 20)) as folder, torch.no_grad():
-        for name, path in copies.items():
-            shutil.copyfile(path, folder / name)
-        for file in checkpoint.files:
-            write_safetensors(folder / file, checkpoint.metadata[file], entries[file], chunks)
-        if checkpoint.index is not None:
-            write_index(folder / INDEX_FILE, checkpoint.index, entries)
-        _describe(folder / "config.json", plan)
+    write_folder(out, "quantise", checkpoint, entries, chunks, other_files(checkpoint.folder), plan.described, progress)
     sizes = {entry.name: entry.size_bytes for held in entries.values() for entry in held}
     return QuantisedFolder(
         out,
         encoded=sum(size for name, size in sizes.items() if name in plan.weight_of),
         error=plan.error(),
         plain=sum(checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in plan.encoded),
-        kept={name: (plan.kept.get(name, "no parameter"), size) for name, size in sizes.items() if name in plan.kept},
+        kept={name: (reason, sizes[name]) for name, reason in plan.kept.items()},
     )
 
 
@@ -121,7 +105,7 @@ class _Plan:
         self.format = format
         choice = choose(self._model, format, keep)
         self._names = Names(self._model, checkpoint, get_model_conversion_mapping(self._model))
-        self.dtype = self._model.dtype
+        self.dtype = _dtype_of(self._model.config, checkpoint)
         self._errors = self._squares = 0.0
         self.encoded: dict[str, Encoded] = {}  # on the meta device
         self.kept = {key: choice.kept.get(name, "no parameter") for name, key in self._keys()}
@@ -198,21 +182,24 @@ class _Plan:
         # Wider elements first: each tensor is aligned to its elements then, so that it can be mapped.
         return {file: sorted(held, key=lambda entry: -DTYPES[entry.dtype].itemsize) for file, held in found.items()}
 
-    def kept_modules(self) -> list[str]:
-        """Linear layers whose weights stay."""
-        return [
-            path
-            for path, module in self._model.named_modules()
-            if isinstance(module, nn.Linear) and f"{path}.weight" in self.kept
-        ]
+    def described(self, config: dict[str, Any]) -> dict[str, Any]:
+        """The config of the folder. It says the dtype, which files of scales do not tell."""
+        linear = [path for path, module in self._model.named_modules() if isinstance(module, nn.Linear)]
+        kept = [path for path in linear if f"{path}.weight" in self.kept]
+        config |= {"quantization_config": json.loads(_core.stored_config(self.format, self.dtype, kept))}
+        if config.get("dtype") is None and config.get("torch_dtype") is None:
+            config["dtype"] = str(self.dtype).removeprefix("torch.")
+        return config
+
+
+def _dtype_of(config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """The config's, or that of the first tensor of plain numbers, which transformers takes then."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    dtypes = (tensor.torch_dtype for tensor in checkpoint.tensors.values())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)
 
 
 def _sum_of_squares(numbers: torch.Tensor) -> float:
     parts = torch.split(numbers.flatten(0, -2), 1024)  # whose fp32 copies take little memory
     return sum((float(part.float().square().sum()) for part in parts), start=0.0)
-
-
-def _describe(path: Path, plan: _Plan) -> None:
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["quantization_config"] = json.loads(_core.stored_config(plan.format, plan.dtype, plan.kept_modules()))
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

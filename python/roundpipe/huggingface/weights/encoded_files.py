@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -187,8 +187,8 @@ class DecodedCheckpoint(Checkpoint):
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], dtype: torch.dtype) -> None:
-        super().__init__(folder)
         self._stored = Checkpoint(folder)
+        self.__dict__.update(self._stored.__dict__)  # whose headers are read once
         self._files = EncodedFiles(self._stored, config)
         self._dtype = dtype
         self.encoded = frozenset(self._files.weights)
@@ -215,6 +215,14 @@ class DecodedCheckpoint(Checkpoint):
         weight = self._files.weights[name]
         read = [self._stored.read(part) if part else torch.empty(0) for part in weight.stored_parts]
         return self._encoding(name).values([weight.part(index, part) for index, part in enumerate(read)])
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """Yields the bytes of the tensor, decoded ones at once."""
+        if name not in self.encoded:
+            yield from super().chunks(name)
+        else:
+            whole: Any = self.read(name).view(-1).view(torch.uint8).numpy()
+            yield memoryview(whole)
 
 
 def place_stored(model: PreTrainedModel, folder: Path, config: Mapping[str, Any]) -> None:

@@ -111,6 +111,23 @@ class Checkpoint:
                     piece.copy_(target)
                 yield piece.numel() * stored.torch_dtype.itemsize
 
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """Yields the bytes of the tensor, piece by piece.
+
+        Raises:
+            CheckpointError: the file has become shorter since it was opened.
+        """
+        stored = self.tensors[name]
+        start = stored.start
+        with (self.folder / stored.file).open("rb", buffering=0) as file:
+            file.seek(start)
+            while start < stored.end:
+                piece = file.read(min(CHUNK_BYTES, stored.end - start))
+                if not piece:
+                    raise self._shrunk(name)
+                start += len(piece)
+                yield memoryview(piece)
+
     def mapped(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """The tensor in its mapped file, see `_core.map_file`; None for another dtype, or if misaligned or empty."""
         stored = self.tensors[name]
