@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import typer
 from typer.core import TyperCommand
+
+EncodedFormat = Literal["nf4", "nf4-double", "mxfp4", "int8"]
+"""What `_core.format_names` lists, for commands that answer before anything heavy is imported."""
 
 
 class OnceEach(TyperCommand):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from roundpipe import _core
+from roundpipe.command_options import EncodedFormat
 from roundpipe.files import first_lines, refuse_missing_folder
 from roundpipe.huggingface.weights.files import Checkpoint, adapter_file
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError, refuse_pointer
@@ -39,7 +40,7 @@ def from_pretrained(
     peft_config: PeftConfig | None = None,
     extra_tensors: Literal["refuse", "ignore"] = "refuse",
     frozen_weights: Literal["memory", "mmap"] = "memory",
-    quantise: Literal["nf4", "nf4-double", "mxfp4", "int8"] | None = None,
+    quantise: EncodedFormat | None = None,
     keep: Sequence[str] = (),
     **options: Any,
 ) -> RoundPipe:

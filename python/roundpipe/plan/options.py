@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 import typer
 
+from roundpipe.command_options import EncodedFormat
 from roundpipe.plan import BASELINES, PRODUCTS
 from roundpipe.plan.performance.pictures import require_ending
 
@@ -338,7 +339,7 @@ class PlanOptions:
     def _check_model(self) -> None:
         require(self.tokens is None or 1 <= self.tokens <= _MOST_TOKENS, "tokens", self.tokens, f"1 to {_MOST_TOKENS}")
         require(self.train in (None, "full", "lora"), "train", self.train, "full or lora")
-        formats = ("nf4", "nf4-double", "mxfp4", "int8")
+        formats = get_args(EncodedFormat)
         require(self.quantise in (None, *formats), "quantise", self.quantise, f"one of {', '.join(formats)}")
         if self.train != "lora":
             self.refuse(["quantise"], "--train lora")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from roundpipe.command_options import EncodedFormat
 from roundpipe.data.records.options import Documents, Format, OnBad, Overlong, TrainOn
 from roundpipe.plan.options import Optimizer
 
@@ -84,9 +85,7 @@ class TrainConfig:
         ),
     ] = ""
 
-    quantise: Annotated[
-        Literal["nf4", "nf4-double", "mxfp4", "int8"] | None, _shared(_ADAPTERS, "quantise", show_default=False)
-    ] = None
+    quantise: Annotated[EncodedFormat | None, _shared(_ADAPTERS, "quantise", show_default=False)] = None
     quantise_keep: Annotated[list[str] | None, _shared(_ADAPTERS, "quantise_keep", metavar="MODULE")] = None
 
     rows: Annotated[
