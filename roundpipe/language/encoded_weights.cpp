@@ -39,7 +39,7 @@ Encoding encoding_of(const std::string& name, const StoredWeight& stored, bool i
 
 }  // namespace
 
-EncodedWeights weights_to_encode(const Config& config, const QuantiseOptions& options, c10::ScalarType dtype) {
+EncodedWeights weights_to_encode(const Config& config, const QuantiseOptions& options) {
   const quantise::Format& format = quantise::find_format(options.format);
   const std::vector<WeightShape> shapes = weight_shapes(config);
   std::vector<std::string> modules;
@@ -50,7 +50,7 @@ EncodedWeights weights_to_encode(const Config& config, const QuantiseOptions& op
     const auto keeps = [&](const std::string& name) { return quantise::is_name_of(name, modules[i]); };
     const auto& [name, shape] = shapes[i];
     if (is_matrix(name) && std::ranges::none_of(options.keep, keeps) && format.reason_against(shape).empty())
-      found.emplace(name, EncodedWeight{{.format = &format, .dtype = dtype}, shape});
+      found.emplace(name, EncodedWeight{{.format = &format}, shape});
   }
   if (found.empty()) throw std::invalid_argument("[language model] quantise leaves nothing to be encoded");
   return found;

@@ -26,8 +26,8 @@ using EncodedWeights = std::map<std::string, EncodedWeight>;
 
 // What is to be encoded: the weights of linear layers and of experts in the decoder layers, but for those that the
 // options keep or that the format has no form for. Throws std::invalid_argument for an unknown format, a name that
-// keeps nothing, and if nothing is left.
-EncodedWeights weights_to_encode(const Config& config, const QuantiseOptions& options, c10::ScalarType dtype);
+// keeps nothing, and if nothing is left. Their dtype is not set.
+EncodedWeights weights_to_encode(const Config& config, const QuantiseOptions& options);
 
 // What files hold encoded. `stacked`: whether they hold experts so. Throws std::invalid_argument if that is another
 // weight, another dtype, or some of a layer's experts. REQUIRES: files.check().

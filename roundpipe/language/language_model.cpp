@@ -146,7 +146,7 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     refuse("language model", options.quantise ? "quantise is" : concat("the encoded weights of ", folder, " are"),
            options.quantise ? " for frozen weights" : " frozen", ", expected adapters beside it: lora or adapter");
   }
-  if (options.quantise) encoded = weights_to_encode(config, *options.quantise, at::kBFloat16);  // before files are read
+  if (options.quantise) encoded = weights_to_encode(config, *options.quantise);  // before files are read
   if (adapter) {
     std::vector<language::WeightShape> wanted = adapter_shapes(config, *lora);
     for (language::WeightShape& weight : wanted) weight.name = language::peft_name(weight.name);
@@ -162,8 +162,8 @@ LanguageModel::Core::Core(const std::string& from, const LanguageModelOptions& o
     refuse("language model", "the weights of ", folder, " are F64 and config.json has no dtype, expected one there; ",
            "name the dtype to train in");
   }
-  encoded = options.quantise ? weights_to_encode(config, *options.quantise, dtype)
-                             : encoded_in(files, config, stacked, dtype);
+  if (!options.quantise) encoded = encoded_in(files, config, stacked, dtype);
+  for (auto& [name, weight] : encoded) weight.encoding.dtype = dtype;
   model.emplace(make_layers(config, dtype, options.layers, lora, encodings()), model_options(options));
   read_weights(files, stacked, options.progress);
   if (!lora) return;
