@@ -343,6 +343,14 @@ def test_refused(name: str, train: Train, tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "model").exists()
 
 
+def test_adapters_are_not_merged_into_encoded_weights(train: Train, model: Path, tmp_path: Path) -> None:
+    encoded = shutil.copytree(model, tmp_path / "encoded")
+    config = json.loads((encoded / "config.json").read_text())
+    (encoded / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    done = train(model=encoded, lora=True, merge=True)
+    assert done.returncode == 2 and "--merge is given and the weights of" in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("size", mostly_long(["1", "2"], "2"))
 def test_one_of_several_processes_is_refused(size: str, command: Callable[..., list[str]], tmp_path: Path) -> None:
     done = subprocess.run(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import peft
 import pytest
@@ -18,8 +19,11 @@ import causal_models
 import roundpipe
 from roundpipe import _core
 from roundpipe.cli import app
+from roundpipe.command_options import EncodedFormat
 from roundpipe.export.merge import merge_adapter
 from roundpipe.export.quantised_folder import quantise_folder
+from roundpipe.plan.options import PlanOptions
+from roundpipe.plan.within_memory import plan_within_memory
 from roundpipe.quantise import encoded_bytes
 from roundpipe.quantise.modules import decoded_parameters, encodings_of
 from sweeps import sweep
@@ -180,13 +184,57 @@ def test_bytes_of_bitsandbytes_by_its_documentation(folder: Callable[[str], Path
     assert torch.equal(numbers(load(tmp_path / "out"))[name], values.view(64, 128).to(torch.bfloat16))
 
 
+def test_a_config_without_a_dtype(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    base = shutil.copytree(folder("llama"), tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    del config["dtype"]
+    (base / "config.json").write_text(json.dumps(config))
+    out = quantise_folder(base, tmp_path / "out", "nf4").folder
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    assert not same(numbers(load(out)), numbers(load(base, quantise="nf4")))
+
+
+def test_plans_count_the_bytes_of_the_files(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    out = quantise_folder(folder("qwen3_moe"), tmp_path / "out", "nf4", keep=["q_proj"]).folder
+
+    def planned(model: Path, **options: Any) -> Any:
+        return plan_within_memory(
+            PlanOptions(model=str(model), train="lora", tokens=32, search_seconds=0.001, **options)
+        )
+
+    plain = planned(folder("qwen3_moe"))
+    encoded = planned(folder("qwen3_moe"), quantise="nf4", quantise_keep=["q_proj"])
+    assert planned(out).host == encoded.host
+    moved = [[layer.weight_bytes for layer in each.fit.request.costs.layers] for each in (planned(out), encoded)]
+    assert moved[0] == moved[1]
+    ours = encoded_bytes(load(out))
+    assert plain.host.weights - encoded.host.weights == ours.decoded - ours.encoded
+    for model, options, message in (
+        (out, {"quantise": "int8"}, "no other format"),
+        (out / "config.json", {}, "expected the folder of its files"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            planned(model, **options)
+    with pytest.raises(ValueError, match="only adapters can be trained, expected --train lora"):
+        plan_within_memory(PlanOptions(model=str(out), tokens=32))
+    with pytest.raises(ValueError, match=r"--quantise is nf5, expected one of nf4, nf4-double, mxfp4, int8"):
+        planned(folder("llama"), quantise="nf5")
+    with pytest.raises(ValueError, match="--quantise has no effect here, expected it only with --train lora"):
+        PlanOptions(model=str(out), quantise="nf4")
+
+
+def test_the_formats_of_commands_are_those_of_the_library() -> None:
+    assert list(get_args(EncodedFormat)) == _core.format_names()
+
+
 def test_adapters_go_on_on_a_folder(folder: Callable[[str], Path], tmp_path: Path) -> None:
     roundpipe.devices("virtual:2,debug")
     base = quantise_folder(folder("llama"), tmp_path / "base", "nf4").folder
+    torch.manual_seed(0)  # of the adapters
     model = load(base)
-    optimizer = roundpipe.optim.AdamW(model, lr=1e-1)
+    optimizer = roundpipe.optim.AdamW(model, lr=1e-2)
     losses = []
-    for _ in range(3):
+    for _ in range(5):
         losses.append(float(model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS})))
         model.step(optimizer, is_async=False)
     assert losses[-1] < losses[0]
@@ -341,3 +389,5 @@ def test_the_command(folder: Callable[[str], Path], tmp_path: Path) -> None:
     nothing = run(folder("llama"), "other", "--keep", "layers")
     assert isinstance(nothing.exception, ValueError) and "nothing can be encoded" in str(nothing.exception)
     assert not (tmp_path / "other").exists()
+    nowhere = run(tmp_path / "nowhere", "other")
+    assert "[quantise] the model" in str(nowhere.exception) and "--base" not in str(nowhere.exception)

@@ -51,9 +51,10 @@ def test_the_numbers_are_those_of_a_model_in_memory(name: str, format: str, tmp_
 
 
 def test_it_trains_and_the_base_stays(folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)  # of the adapters
     model = roundpipe.from_pretrained(folder, peft_config=adapters(), quantise="nf4").train()
     before = {name: values.clone() for name, values in decoded_parameters(model) if "lora_" not in name}
-    optimizer = roundpipe.optim.AdamW(model, lr=1e-1)
+    optimizer = roundpipe.optim.AdamW(model, lr=1e-2)
     losses = []
     for _ in range(5):
         losses.append(float(model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS})))
