@@ -98,7 +98,7 @@ class Trained:
 
 def trained_plainly(steps: int, microbatches: int = 2) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     plain = chain()
-    optimizer = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
+    optimizer = roundpipe.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.01, momentum=0.9)
     losses = []
     for value, label in batches(steps):
         parts = []
