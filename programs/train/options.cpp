@@ -68,6 +68,7 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("save_every", options.save_every);
   visit("keep", options.keep);
   visit("devices", options.devices);
+  visit("device_memory", options.device_memory);
   visit("host_memory", options.host_memory);
   visit("microbatches", options.microbatches);
   visit("recompute_by_layer", options.recompute_by_layer);
@@ -119,7 +120,7 @@ void add_options(CLI::App& app, Options& options) {
       app.add_flag(option_flag(name), member, option.help);
     } else {
       CLI::Option* const added = app.add_option(option_flag(name), member, option.help);
-      if (!option.choices.empty()) added->check(CLI::IsMember(option.choices));
+      if (!option.choices.empty() && !option.is_size) added->check(CLI::IsMember(option.choices));
       if (option.otherwise.index() != 0) added->capture_default_str();
       if constexpr (std::is_same_v<decltype(member), std::vector<std::string>&>) added->delimiter(',');
     }
@@ -153,14 +154,6 @@ void check_together(Options& options) {
   }
   if (options.evaluation_tokens > 0 && !options.evaluation_file.empty()) {
     refuse("--evaluation-tokens and --evaluation-file are given, expected one of them");
-  }
-  if (!options.host_memory.empty()) {
-    try {
-      options.host_memory_bytes = parse_bytes(options.host_memory, "--host-memory");
-    } catch (const std::invalid_argument& error) {
-      refuse(error.what());
-    }
-    if (options.host_memory_bytes == 0) refuse("--host-memory is 0, expected more, or no such option for no limit");
   }
   if (options.merge && !trains_adapters(options)) refuse("--merge is given, expected --lora or --adapter beside it");
   if (options.merge && !options.quantise.empty()) {

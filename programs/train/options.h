@@ -50,8 +50,7 @@ struct Options {
   double floor = 0;
   bool asynchronous = false;
 
-  std::string dtype, arithmetic, attention, devices, host_memory;
-  int64_t host_memory_bytes = 0;    // what host_memory says; 0: no limit
+  std::string dtype, arithmetic, attention, devices, device_memory, host_memory;
   std::optional<int> microbatches;  // unset: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;
 

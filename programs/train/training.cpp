@@ -57,6 +57,11 @@ std::string read_text(const std::string& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
+std::optional<int64_t> bytes_of(const std::string& size) {
+  if (size.empty()) return std::nullopt;
+  return parse_bytes(size, "train");
+}
+
 LanguageModelOptions model_options(const Options& options) {
   LanguageModelOptions made;
   if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
@@ -70,6 +75,8 @@ LanguageModelOptions model_options(const Options& options) {
   if (options.microbatches) run.microbatches = *options.microbatches;
   if (options.recompute_by_layer) run.recompute_grain = RecomputeGrain::kLayer;
   run.fault_tolerant = options.fault_tolerant;
+  made.model.measure_steps = options.device_memory != "unmeasured";
+  if (made.model.measure_steps) made.model.device_memory = bytes_of(options.device_memory);
   return made;
 }
 
@@ -183,16 +190,22 @@ void Training::check_folder() {
 void Training::check_memory() {
   const MemoryPrediction predicted = model_->predict_memory(data_.batch(step_));
   if (options_.dry_run) std::printf("predicted memory\n%s\n", predicted.text().c_str());
-  const int64_t budget = options_.host_memory_bytes;
-  if (budget > 0 && predicted.host.total() > budget) {
+  const std::optional<int64_t> budget = bytes_of(options_.host_memory);
+  if (budget && predicted.host.total() > *budget) {
     throw std::invalid_argument(
         concat("[train] the step is predicted to take ", format_bytes(predicted.host.total()),
-               " of host memory, expected at most ", format_bytes(budget),
+               " of host memory, expected at most ", format_bytes(*budget),
                ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
   }
+  const int64_t of_device = predicted.device.total();
+  if (const std::optional<int64_t> most = model_options(options_).model.device_memory; most && of_device > *most) {
+    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(of_device),
+                                       " of a device, expected at most ", format_bytes(*most),
+                                       ", the --device-memory; use more --microbatches, or shorter rows"));
+  }
   for (const DeviceInfo& device : devices()) {
-    if (device.limit_bytes == 0 || predicted.device.total() <= device.limit_bytes) continue;
-    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(predicted.device.total()),
+    if (device.limit_bytes == 0 || of_device <= device.limit_bytes) continue;
+    throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(of_device),
                                        " of a device, and ", device.name, " has ", format_bytes(device.limit_bytes),
                                        "; use --recompute-by-layer, more --microbatches, or shorter rows"));
   }

@@ -6,6 +6,7 @@
 #include <stdexcept>
 
 #include <roundpipe/core/arithmetic.h>
+#include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/number_text.h>
 #include <roundpipe/quantise/format.h>
@@ -156,8 +157,15 @@ std::vector<TrainingOption> make_options() {
        .help = "Such as cuda:0,cuda:1 or virtual:4,memory=2GiB (default: ROUNDPIPE_DEVICES, else all cards).",
        .bits = Bits::kNo,
        .of_a_machine = true},
+      {.name = "device_memory",
+       .help = "Limit of a step on each device, such as 20GB; plans keep to it. unmeasured: of its memory, unchecked.",
+       .choices = {"unmeasured"},
+       .is_size = true,
+       .bits = Bits::kNo,
+       .of_a_machine = true},
       {.name = "host_memory",
        .help = "Refuse to train if the host needs more, such as 200GB.",
+       .is_size = true,
        .bits = Bits::kNo,
        .of_a_machine = true},
       {.name = "microbatches", .help = "Parts of a step (default: one more than devices).", .least = 1},
@@ -208,9 +216,21 @@ int64_t count_of(const OptionValues& values, std::string_view name) {
   return static_cast<int64_t>(number_of(value_of(values, name)).value());
 }
 
+bool is_size(const std::string& text) {
+  try {
+    return parse_bytes(text, "") > 0;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
+}
+
 void check_range(const TrainingOption& option, const OptionValue& value) {
   if (const auto* const text = std::get_if<std::string>(&value)) {
-    if (!option.choices.empty() && std::ranges::find(option.choices, *text) == option.choices.end()) {
+    const bool is_choice = std::ranges::find(option.choices, *text) != option.choices.end();
+    if (option.is_size && !is_choice && !is_size(*text)) {
+      refuse(option.name, value, "a size above 0 with a unit, such as 20GB");
+    }
+    if (!option.is_size && !option.choices.empty() && !is_choice) {
       refuse(option.name, value, concat("one of ", joined(option.choices, ", ")));
     }
   }

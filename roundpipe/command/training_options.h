@@ -27,6 +27,7 @@ struct TrainingOption {
   std::string help;
   OptionValue otherwise = {};             // its value if it is not given; none: as `help` says
   std::vector<std::string> choices = {};  // of a text; empty: any
+  bool is_size = false;                   // a number of bytes above 0 with a unit, or one of the choices
   double least = -std::numeric_limits<double>::infinity();
   double most = std::numeric_limits<double>::infinity();
   bool above = false;  // `least` itself is too little

@@ -76,11 +76,11 @@ struct Nf4 : PackedCodes<true> {
                                     either(one, -0.18477343022823334f, -0.28444138169288635f)),
                              either(two, either(one, -0.39491748809814453f, -0.5250730514526367f),
                                     either(one, -0.6961928009986877f, -1.0f)));
-    const float high = either(four,
-                              either(two, either(one, 1.0f, 0.7229568362236023f),
-                                     either(one, 0.5626170039176941f, 0.44070982933044434f)),
-                              either(two, either(one, 0.33791524171829224f, 0.24611230194568634f),
-                                     either(one, 0.16093020141124725f, 0.07958029955625534f)));
+    const float high = either(
+        four,
+        either(two, either(one, 1.0f, 0.7229568362236023f), either(one, 0.5626170039176941f, 0.44070982933044434f)),
+        either(two, either(one, 0.33791524171829224f, 0.24611230194568634f),
+               either(one, 0.16093020141124725f, 0.07958029955625534f)));
     return either(code & 8u, high, low);
   }
   ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
@@ -144,9 +144,8 @@ struct Int4 : PackedCodes<false> {
   }
 };
 
-// Whole numbers up to 127, times a fraction of the block's largest magnitude.
-struct Int8 {
-  using Scale = float;
+// A vector's codes of a byte each.
+struct ByteCodes {
   static constexpr int kInByte = 1;
   ROUNDPIPE_CODE static void read(const unsigned char* codes, Int64 from, int count, bool, unsigned* to) {
     for (int i = 0; i < kVector; ++i) to[i] = i < count ? codes[from + i] : 0u;
@@ -154,6 +153,11 @@ struct Int8 {
   ROUNDPIPE_CODE static void write(unsigned char* codes, Int64 to, int count, const unsigned* from) {
     for (int i = 0; i < count; ++i) codes[to + i] = static_cast<unsigned char>(from[i]);
   }
+};
+
+// Whole numbers up to 127, times a fraction of the block's largest magnitude.
+struct Int8 : ByteCodes {
+  using Scale = float;
   ROUNDPIPE_CODE static float value(unsigned code) { return static_cast<float>(static_cast<int>(code << 24) >> 24); }
   ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
   ROUNDPIPE_CODE static Scale scale(float largest) { return largest / 127.0f; }
@@ -165,6 +169,35 @@ struct Int8 {
     for (int i = 0; i < kVector; ++i) {
       const float nearest = (scaled[i] + kRounder) - kRounder;
       to[i] = nearest == nearest ? static_cast<unsigned>(static_cast<int>(nearest)) & 255u : 0u;
+    }
+  }
+};
+
+// Micikevicius et al., "FP8 Formats for Deep Learning", 2022: E4M3 numbers, of which 448 is the largest and which have
+// no infinity, times a fraction of the block's largest magnitude.
+struct Fp8 : ByteCodes {
+  using Scale = float;
+  static constexpr unsigned kNan = 127u;
+  ROUNDPIPE_CODE static float value(unsigned code) {
+    const unsigned exponent = (code >> 3) & 15u, mantissa = code & 7u;
+    const unsigned eighths = exponent == 0 ? mantissa : mantissa + 8u, power = exponent == 0 ? 1u : exponent;
+    const float plain = static_cast<float>(static_cast<int>(eighths)) * from_bits((power + 117u) << 23);
+    return from_bits(((code & kNan) == kNan ? 0x7fc00000u : bits_of(plain)) | (code & 128u) << 24);
+  }
+  ROUNDPIPE_CODE static float factor(Scale scale) { return scale; }
+  ROUNDPIPE_CODE static Scale scale(float largest) { return largest / 448.0f; }
+  ROUNDPIPE_CODE static float inverse(float largest) { return 448.0f / (largest < 1e-35f ? 1e-35f : largest); }
+  ROUNDPIPE_CODE static void values(const unsigned* codes, float* to) {
+    for (int i = 0; i < kVector; ++i) to[i] = value(codes[i]);
+  }
+  // To nearest, ties to even mantissas.
+  ROUNDPIPE_CODE static void codes(const float* scaled, unsigned* to) {
+    for (int i = 0; i < kVector; ++i) {
+      const float size = magnitude(scaled[i]), small = (size * 512.0f + kRounder) - kRounder;
+      const unsigned bits = bits_of(size), rounded = (bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20;
+      const unsigned plain = rounded - (120u << 3), bounded = plain > 126u ? 126u : plain;
+      const unsigned code = size < 0.015625f ? static_cast<unsigned>(static_cast<int>(small)) : bounded;
+      to[i] = (size == size ? code : kNan) | (bits_of(scaled[i]) >> 24 & 128u);
     }
   }
 };

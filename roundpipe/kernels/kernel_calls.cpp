@@ -406,7 +406,8 @@ void for_form(const char* where, std::string_view form, Run&& run) {
   if (form == "mxfp4") return run(Mxfp4());
   if (form == "int4") return run(Int4());
   if (form == "int8") return run(Int8());
-  refuse(where, "the form is '", form, "', expected nf4, mxfp4, int4 or int8");
+  if (form == "fp8") return run(Fp8());
+  refuse(where, "the form is '", form, "', expected nf4, mxfp4, int4, int8 or fp8");
 }
 
 template <typename Form>

@@ -52,11 +52,10 @@ at::Tensor cross_entropy_(at::Tensor& logits, const at::Tensor& labels, int64_t 
 // sums += addends, for fp32 sums and addends of one of the dtypes; both contiguous. Not differentiable, likewise.
 void add_wide_(at::Tensor& sums, const at::Tensor& addends);
 
-// How numbers are encoded: "nf4", "mxfp4", "int4" or "int8" of encodings.inl, with a scale for `block` numbers in
-// row-major order, of which a row's last dimension has a whole number or which are a multiple of 8; int8: a block is a
-// row.
+// How numbers are encoded: "nf4", "mxfp4", "int4", "int8" or "fp8" of encodings.inl, with a scale for `block` numbers
+// in row-major order: those of a row, or a power of two from 8.
 struct EncodedNumbers {
-  at::Tensor codes;   // uint8: [..., half of the last dimension] of 4-bit codes, the shape of the numbers for int8
+  at::Tensor codes;   // uint8 [..., half of the last dimension] of 4 bits; int8, the shape of the numbers, of 8
   at::Tensor scales;  // [blocks]: fp32, uint8 for mxfp4
 };
 // Not differentiable: numbers that require a gradient are an error. The last dimension of numbers with 4-bit codes is

@@ -14,7 +14,8 @@
   ROUNDPIPE_ENCODINGS_OF(suffix, T, nf4, roundpipe::kernels::Nf4)                         \
   ROUNDPIPE_ENCODINGS_OF(suffix, T, mxfp4, roundpipe::kernels::Mxfp4)                     \
   ROUNDPIPE_ENCODINGS_OF(suffix, T, int4, roundpipe::kernels::Int4)                       \
-  ROUNDPIPE_ENCODINGS_OF(suffix, T, int8, roundpipe::kernels::Int8)
+  ROUNDPIPE_ENCODINGS_OF(suffix, T, int8, roundpipe::kernels::Int8)                       \
+  ROUNDPIPE_ENCODINGS_OF(suffix, T, fp8, roundpipe::kernels::Fp8)
 // Norms whose weight is fp32 beside 16-bit rows.
 #define ROUNDPIPE_WIDE_KERNELS_OF(suffix, T)                                        \
   ROUNDPIPE_KERNEL(rms_norm_##suffix##_fp32, roundpipe::kernels::RmsNorm<T, float>) \

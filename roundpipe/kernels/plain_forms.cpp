@@ -135,7 +135,7 @@ namespace {
 
 template <typename Form>
 Tensor table_of(c10::Device device) {
-  std::array<float, 16> values;
+  std::array<float, Form::kInByte == 1 ? 256 : 16> values;
   for (unsigned code = 0; code < values.size(); ++code) values[code] = Form::value(code);
   return at::tensor(values, at::kFloat).to(device);
 }
@@ -161,7 +161,7 @@ Tensor looked_up(const Tensor& codes, bool high_first) {
 void decode(const Tensor& codes, const Tensor& scales, std::string_view form, int64_t block, const Tensor& numbers) {
   constexpr int64_t kAtATime = 1 << 22;
   const BelowAutograd below;
-  const bool is_packed = form != "int8";
+  const bool is_packed = form != "int8" && form != "fp8";
   const Tensor flat = numbers.view({-1}), flat_codes = codes.view({-1});
   const int64_t all = flat.numel(), blocks = std::max<int64_t>(1, kAtATime / block);
   for (int64_t begin = 0; begin < all; begin += blocks * block) {
@@ -172,6 +172,7 @@ void decode(const Tensor& codes, const Tensor& scales, std::string_view form, in
     const Tensor values = form == "nf4"     ? looked_up<Nf4>(part, true)
                           : form == "mxfp4" ? looked_up<Mxfp4>(part, false)
                           : form == "int4"  ? looked_up<Int4>(part, false)
+                          : form == "fp8"   ? table_of<Fp8>(part.device()).index({part.view(at::kByte).to(at::kLong)})
                                             : part.to(at::kFloat);
     const Tensor each = factors.unsqueeze(1).expand({-1, block}).reshape(-1).slice(0, 0, end - begin);
     flat.slice(0, begin, end).copy_(values * each);

@@ -102,7 +102,7 @@ StoredWeights find_bitsandbytes(const json& config, const FolderTensors& tensors
     return found != config.end() && *found == true;
   };
   if (is_set("load_in_8bit") || is_set("_load_in_8bit")) {
-    refuse_stored("quantization_config",
+    refuse_stored(kConfig,
                   "says load_in_8bit, expected weights of 4 bits: LLM.int8 computes with rounded activations; load the "
                   "weights that were quantised");
   }

@@ -12,17 +12,24 @@ using nlohmann::json;
 namespace {
 
 constexpr int64_t kWordBits = 32;
-const char* const kWhere = "quantization_config";
-const std::string kScale = "_scale", kPacked = "pack-quantized";
+const std::string kScale = "_scale", kPacked = "pack-quantized", kFloat = "float-quantized";
+
+// A group's weights.
+struct Group {
+  const Format* format;
+  bool has_scale_of_tensor = false;
+
+  bool operator==(const Group&) const = default;
+};
 
 bool is_there(const json& object, const char* name) {
   const auto found = object.find(name);
   return found != object.end() && !found->is_null();
 }
 
-// The format of a group's weights. Throws if it is none of ours, or if something else is quantised.
-const Format& format_of(const std::string& name, const json& group, const std::string& stored_as) {
-  const std::string where = concat(kWhere, ".config_groups.", files::shown(name));
+// Throws if its format is none of ours, or if something else is quantised.
+Group group_of(const std::string& name, const json& group, const std::string& stored_as) {
+  const std::string where = concat(kConfig, ".config_groups.", files::shown(name));
   if (!group.is_object()) refuse_stored(where, "is no object, expected one");
   for (const char* other : {"input_activations", "output_activations"}) {
     if (is_there(group, other)) {
@@ -44,7 +51,8 @@ const Format& format_of(const std::string& name, const json& group, const std::s
     }
     refuse_stored(where, "has weights of ", field, " ", value.dump(), ", expected ", expected);
   };
-  require("type", {"int"});
+  const bool is_float = stored_as == kFloat;
+  require("type", {is_float ? "float" : "int"});
   require("symmetric", {true});
   require("dynamic", {false});
   const std::vector<json> bits = stored_as == kPacked ? std::vector<json>{4, 8} : std::vector<json>{8};
@@ -53,10 +61,11 @@ const Format& format_of(const std::string& name, const json& group, const std::s
   // With other orders, a tensor of its own says which scale a column has.
   if (is_there(weights, "actorder")) require("actorder", {"static", "weight"});
   if (is_4_bits && require("strategy", {"channel", "group"}) == "group") {
-    return find_format("int4-" + require("group_size", {32, 64, 128}).dump());
+    return {&find_format("int4-" + require("group_size", {32, 64, 128}).dump())};
   }
+  if (is_float) return {&find_format("fp8"), require("strategy", {"channel", "tensor"}) == "tensor"};
   require("strategy", {"channel"});
-  return find_format(is_4_bits ? "int4" : "int8");
+  return {&find_format(is_4_bits ? "int4" : "int8")};
 }
 
 std::optional<c10::ScalarType> rounded_to(const std::string& dtype) {
@@ -66,9 +75,13 @@ std::optional<c10::ScalarType> rounded_to(const std::string& dtype) {
 }
 
 // `scales`: their name; the codes' follows from it.
-StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, const Format& format, bool is_packed) {
+StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, const Group& group, bool is_packed) {
+  const Format& format = *group.format;
   const std::string codes = is_packed ? weight + "_packed" : weight, scales = weight + kScale;
-  const files::TensorEntry& entry = tensors.at(codes, weight, {is_packed ? "I32" : "I8"});
+  const files::TensorEntry& entry = tensors.at(codes, weight,
+                                               {is_packed          ? "I32"
+                                                : format.has_nan() ? "F8_E4M3"
+                                                                   : "I8"});
   std::vector<int64_t> sizes = entry.shape;
   if (sizes.size() < 2 || (is_packed && sizes.size() > 2)) {
     refuse_stored(codes, "has the shape ", at::IntArrayRef(sizes), ", expected rows of codes");
@@ -91,20 +104,22 @@ StoredWeight weight_of(const FolderTensors& tensors, const std::string& weight, 
     if (tensors.has(weight + other)) refuse_stored(weight + other, "is there, expected scales alone");
   }
   require_form(format, weight, sizes);
-  const int64_t count = c10::multiply_integers(format.parts(sizes)[1].sizes);
+  const int64_t count = group.has_scale_of_tensor ? 1 : c10::multiply_integers(format.parts(sizes)[1].sizes);
   const std::string& dtype = tensors.at(scales, weight, {"F32", "BF16", "F16"}, count).dtype;
   return {{.format = &format},
           sizes,
           rounded_to(dtype),
-          {{.tensor = codes, .has_offset_codes = is_packed && is_8_bits}, {.tensor = scales}},
+          {{.tensor = codes, .has_offset_codes = is_packed && is_8_bits},
+           {.tensor = scales, .rows_of_scale = group.has_scale_of_tensor ? 0 : 1}},
           is_packed ? std::vector{weight + "_shape"} : std::vector<std::string>()};
 }
 
 StoredWeights find_compressed(const json& config, const FolderTensors& tensors) {
-  const std::string format = files::member(config, "format", json::value_t::string, place(kWhere));
+  const std::string format = files::member(config, "format", json::value_t::string, place(kConfig));
   const bool is_packed = format == kPacked;
-  if (!is_packed && format != "int-quantized") {
-    refuse_stored(kWhere, "has the format '", files::shown(format), "', expected int-quantized or pack-quantized");
+  if (!is_packed && format != "int-quantized" && format != kFloat) {
+    refuse_stored(kConfig, "has the format '", files::shown(format),
+                  "', expected int-quantized, pack-quantized or float-quantized");
   }
   // Beside those that are read, none of which changes the numbers.
   static const std::set<std::string> harmless = {"config_groups",  "format",       "global_compression_ratio",
@@ -113,19 +128,20 @@ StoredWeights find_compressed(const json& config, const FolderTensors& tensors) 
   for (const auto& [name, value] : config.items()) {
     const bool is_dense = name == "sparsity_config" && value == json({{"format", "dense"}});
     if (!harmless.contains(name) && !value.empty() && !is_dense) {
-      refuse_stored(concat(kWhere, ".", files::shown(name)), "is set, expected quantised weights alone");
+      refuse_stored(concat(kConfig, ".", files::shown(name)), "is set, expected quantised weights alone");
     }
   }
-  const Format* own = nullptr;
+  std::optional<Group> own;
   for (const auto& [name, group] :
-       files::member(config, "config_groups", json::value_t::object, place(kWhere)).items()) {
-    const Format& each = format_of(name, group, format);
-    if (own != nullptr && own != &each) {
-      refuse_stored(kWhere, "has groups of ", own->name(), " and of ", each.name(), ", expected one format");
+       files::member(config, "config_groups", json::value_t::object, place(kConfig)).items()) {
+    const Group each = group_of(name, group, format);
+    if (own && *own != each) {
+      refuse_stored(kConfig, "has groups of ", own->format->name(), " and of ", each.format->name(),
+                    ", or with scales of rows and of tensors, expected one format");
     }
-    own = &each;
+    own = each;
   }
-  if (own == nullptr) refuse_stored(kWhere, "has no config_groups, expected one");
+  if (!own) refuse_stored(kConfig, "has no config_groups, expected one");
   const std::string ending = is_packed ? "_packed" : kScale;
   StoredWeights found;
   for (const auto& [name, entry] : tensors.all()) {

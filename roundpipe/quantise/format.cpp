@@ -16,7 +16,7 @@ namespace {
 
 int64_t product(at::IntArrayRef sizes) { return c10::multiply_integers(sizes); }
 
-const std::array<Format, 8>& formats() {
+const std::array<Format, 10>& formats() {
   constexpr int64_t kQloraBlock = 64, kMxBlock = 32;
   static const std::array all = {
       Format({.name = "nf4", .form = "nf4", .block = kQloraBlock, .in_byte = 2, .multiple = 2}),
@@ -27,6 +27,8 @@ const std::array<Format, 8>& formats() {
       Format({.name = "int4-32", .form = "int4", .block = 32, .in_byte = 2, .multiple = 32, .only_read = true}),
       Format({.name = "int4-64", .form = "int4", .block = 64, .in_byte = 2, .multiple = 64, .only_read = true}),
       Format({.name = "int4-128", .form = "int4", .block = 128, .in_byte = 2, .multiple = 128, .only_read = true}),
+      Format({.name = "fp8", .form = "fp8", .block = 0, .in_byte = 1, .multiple = 1, .only_read = true}),
+      Format({.name = "fp8-128", .form = "fp8", .block = 128, .in_byte = 1, .multiple = 128, .only_read = true}),
   };
   return all;
 }

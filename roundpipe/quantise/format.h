@@ -29,6 +29,7 @@ class Format {
 
   std::string_view name() const { return layout_.name; }
   bool is_only_read() const { return layout_.only_read; }
+  bool has_nan() const { return layout_.form == "fp8"; }  // among its codes
   // Why a tensor of these sizes has no such form, to follow its name; empty: it has one.
   std::string reason_against(at::IntArrayRef sizes) const;
   // Of its parts, in their order, see Part.
@@ -63,6 +64,7 @@ class Format {
 //   Specification", 1.0, 2023.
 // "int8": a scale for each row, 8 bits a number.
 // "int4", "int4-32", "int4-64", "int4-128": a scale for each row, or for so many numbers in one; read from files alone.
+// "fp8", "fp8-128": E4M3 numbers, likewise.
 // Throws std::invalid_argument for other names.
 const Format& find_format(std::string_view name);
 // The names of those that users may choose.

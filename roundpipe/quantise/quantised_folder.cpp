@@ -1,6 +1,7 @@
 #include <roundpipe/quantise/quantised_folder.h>
 
 #include <algorithm>
+#include <set>
 
 #include <roundpipe/files/json_text.h>
 #include <roundpipe/quantise/folder_layout.h>
@@ -11,10 +12,9 @@ using at::Tensor;
 
 namespace {
 
-const char* const kConfig = "quantization_config";
-
 const std::vector<FolderLayout>& layouts() {
-  static const std::vector<FolderLayout> all = {bitsandbytes_layout(), mxfp4_layout(), compressed_layout()};
+  static const std::vector<FolderLayout> all = {bitsandbytes_layout(), mxfp4_layout(), compressed_layout(),
+                                                fp8_layout()};
   return all;
 }
 
@@ -38,15 +38,27 @@ StoredWeights find_stored_weights(std::string_view text, const std::vector<files
   const FolderTensors folder(tensors, read);
   const auto layout = std::ranges::find_if(layouts(), [&](const FolderLayout& each) { return method == each.method; });
   if (layout == layouts().end()) {
-    refuse_stored(kConfig, "has the quant_method '", files::shown(method.get<std::string>()),
-                  "', expected bitsandbytes, mxfp4 or compressed-tensors; load the weights that were quantised, or "
-                  "save them dequantised");
+    refuse_stored(
+        kConfig, "has the quant_method '", files::shown(method.get<std::string>()),
+        "', expected bitsandbytes, mxfp4, compressed-tensors or fp8; load the weights that were quantised, or "
+        "save them dequantised");
   }
   StoredWeights found = layout->find(config, folder);
   if (found.empty()) {
     refuse_stored(kConfig, "says ", method.get<std::string>(),
                   ", and no tensor is stored so, expected encoded weights; remove it from config.json if the weights "
                   "are plain");
+  }
+  std::set<std::string> claimed;
+  for (const auto& [weight, stored] : found) {
+    for (const std::string& name : stored.tensors()) claimed.insert(name);
+  }
+  static const std::set<std::string> encoded = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8"};
+  for (const auto& [name, entry] : folder.all()) {
+    if (encoded.contains(entry.dtype) && !claimed.contains(name)) {
+      refuse_stored(name, "has numbers of ", entry.dtype, " and belongs to no weight that is encoded as ",
+                    method.dump(), " does, expected its scales beside it");
+    }
   }
   return found;
 }

@@ -19,8 +19,11 @@ namespace roundpipe::quantise {
 // - bitsandbytes' 4 bits, NF4 with blocks of 64 numbers, with and without nested scales, as transformers serialises it
 //   (docs of bitsandbytes, "4-bit quantization"; transformers, "bitsandbytes");
 // - MXFP4 as OpenAI published GPT-OSS: X_blocks and X_scales, of transposed matrices;
-// - compressed-tensors' weights of 8 bits with a scale for each row, "int-quantized" and "pack-quantized", without
-//   zero points and without quantised activations.
+// - compressed-tensors' whole numbers of 8 bits with a scale for each row ("int-quantized", "pack-quantized") and of 4
+//   bits also with one for 32, 64 or 128 of them, and E4M3 numbers with one for each row or tensor ("float-quantized"),
+//   without zero points and without quantised activations;
+// - E4M3 numbers with a scale for each block of rows and 128 columns, or for each tensor, as DeepSeek and Qwen publish
+//   them (transformers, "fine-grained FP8"); their activations are not rounded, as with transformers' `dequantize`.
 // Throws std::invalid_argument, naming the method or tensor, for everything else, also if a tensor is missing, damaged
 // or of another shape.
 StoredWeights find_stored_weights(std::string_view config, const std::vector<files::TensorEntry>& tensors,

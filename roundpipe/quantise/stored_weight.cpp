@@ -12,6 +12,22 @@ namespace roundpipe::quantise {
 
 using at::Tensor;
 
+namespace {
+
+constexpr int64_t kNanCode = 127;  // of E4M3, with either sign
+
+// A scale for each block of the rows of codes with these sizes.
+Tensor spread(const Tensor& scales, int64_t rows_of_scale, at::IntArrayRef codes, int64_t count) {
+  if (rows_of_scale == 0) return scales.view({1}).expand({count}).contiguous();
+  if (rows_of_scale == 1) return scales;
+  const int64_t rows = codes[codes.size() - 2], matrices = c10::multiply_integers(codes.begin(), codes.end() - 2);
+  const int64_t in_row = count / (rows * matrices), of_matrix = (rows + rows_of_scale - 1) / rows_of_scale;
+  const Tensor all = scales.contiguous().view({matrices, of_matrix, in_row}).repeat_interleave(rows_of_scale, 1);
+  return all.slice(1, 0, rows).contiguous();
+}
+
+}  // namespace
+
 StoredWeight::StoredWeight(Encoding encoding, std::vector<int64_t> sizes, std::optional<c10::ScalarType> dtype,
                            std::vector<StoredPart> parts, std::vector<std::string> beside)
     : encoding_(encoding),
@@ -50,9 +66,12 @@ Tensor StoredWeight::part(size_t index, const Tensor& read) const {
       throw std::invalid_argument(
           concat("[quantised folder] ", stored.tensor, " has inf or NaN, expected finite numbers"));
     }
-    return read.to(at::kFloat).view(wanted.sizes);
+    return spread(read.to(at::kFloat), stored.rows_of_scale, parts_[0].sizes, wanted.sizes[0]).view(wanted.sizes);
   }
   const Tensor bytes = read.contiguous().view({-1}).view(at::kByte);
+  if (encoding_.format->has_nan() && index == 0 && bytes.bitwise_and(kNanCode).eq(kNanCode).any().item<bool>()) {
+    throw std::invalid_argument(concat("[quantised folder] ", stored.tensor, " has NaN, expected finite numbers"));
+  }
   return (stored.has_offset_codes ? bytes.bitwise_xor(128) : bytes).view(wanted.dtype).view(wanted.sizes);
 }
 

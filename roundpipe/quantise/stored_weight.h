@@ -20,6 +20,7 @@ class StoredWeight {
     std::string tensor = {};
     at::Tensor value = {};
     bool has_offset_codes = false;  // of 8 bits without a sign, 128 too large
+    int64_t rows_of_scale = 1;      // of a matrix, that share a row of scales; 0: all share one
   };
   // `sizes`: of the codes' numbers. `dtype`: to which its numbers are rounded; none: to any. `parts`: of the format's
   // parts, in their order. `beside`: other tensors of the files that belong to it.
@@ -37,7 +38,7 @@ class StoredWeight {
   // rounded to another one.
   Encoding encoding(c10::ScalarType dtype) const;
   // A part. `read`: the tensor that holds it. In the same memory if only the shape differs. Throws
-  // std::invalid_argument if it should be finite and is not.
+  // std::invalid_argument if it has inf or NaN.
   at::Tensor part(size_t index, const at::Tensor& read) const;
 
  private:

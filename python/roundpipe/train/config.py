@@ -20,9 +20,9 @@ from roundpipe.plan.options import Optimizer
 _OPTIONS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "option_table.json").read_text("utf-8"))
 
 # Of those that `roundpipe train` alone has: without effect on the bits of a training.
-_FREE = ("data", "device_memory", "samples", "sample_prompts", "sample_tokens", "tensorboard", "wandb")
+_FREE = ("data", "samples", "sample_prompts", "sample_tokens", "tensorboard", "wandb")
 # May differ between the nodes of a run.
-_OF_A_MACHINE = ("data", "device_memory", *(name for name, option in _OPTIONS.items() if option["of_a_machine"]))
+_OF_A_MACHINE = ("data", *(name for name, option in _OPTIONS.items() if option["of_a_machine"]))
 
 
 def _option(panel: str, text: str, **more: Any) -> Any:
@@ -162,10 +162,7 @@ class TrainConfig:
     keep: Annotated[int, _shared(_SAVING, "keep")] = _OPTIONS["keep"]["default"]
 
     devices: Annotated[str | None, _shared(_MACHINE, "devices", show_default=False)] = None
-    device_memory: Annotated[
-        str | None,
-        _option(_MACHINE, "Limit of a step on each device, such as 20GB; plans keep to it.", show_default=False),
-    ] = None
+    device_memory: Annotated[str | None, _shared(_MACHINE, "device_memory", show_default=False)] = None
     host_memory: Annotated[str | None, _shared(_MACHINE, "host_memory", show_default=False)] = None
     microbatches: Annotated[int | None, _shared(_MACHINE, "microbatches", show_default=False)] = None
     recompute_by_layer: Annotated[bool, _shared(_MACHINE, "recompute_by_layer")] = _OPTIONS["recompute_by_layer"][

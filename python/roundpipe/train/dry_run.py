@@ -91,6 +91,7 @@ def dry_run(
     if config.devices is not None:
         roundpipe.devices(config.devices)
     tokenizer = tokenizer_of(config)
+    meta_model(config)  # which refuses what does not fit the model, before data is read
     with tempfile.TemporaryDirectory() as temporary:
         data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, nodes)
     say(str(data.summary))

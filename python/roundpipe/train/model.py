@@ -68,7 +68,6 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
             mixes their samples.
     """
     options: dict[str, Any] = {}
-    check_host(config)
     if config.packed:
         options["attn_implementation"] = "packed"
     if config.dtype is not None:
@@ -97,13 +96,23 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
     return model
 
 
-def check_host(config: TrainConfig) -> None:
-    """Raises ValueError if the budget of the host, if there is one, has no room for the model and its optimizer."""
-    budget = budget_of(config.host_memory, "host_memory", HOST_VARIABLE)
-    if budget is None:
-        return
+def check_run(config: TrainConfig) -> tuple[int, int]:
+    """Refuses what the options, the model's config and the headers of its files tell: before any data is read.
+
+    Returns:
+        The bytes of the result, and of a checkpoint, that are predicted for this node.
+
+    Raises:
+        ValueError: `meta_model` does, or a budget of the host has no room for the model and its optimizer.
+    """
     model = meta_model(config)
-    refuse_host("train", base_of(config), budget, lambda rule: predict_unloaded(model, rule), rule_of(config))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rule = rule_of(config)
+    budget = budget_of(config.host_memory, "host_memory", HOST_VARIABLE)
+    if budget is not None:
+        refuse_host("train", base_of(config), budget, lambda rule: predict_unloaded(model, rule), rule)
+    host, weights = predict_unloaded(model, rule), sum(parameter.nbytes for parameter in trained)
+    return weights, weights + host.masters + host.moments
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:
@@ -112,7 +121,11 @@ def rule_of(config: TrainConfig) -> UpdateRule:
 
 
 def meta_model(config: TrainConfig) -> nn.Module:
-    """The model of a run with its adapters, without values."""
+    """The model of a run with its adapters, without values.
+
+    Raises:
+        ValueError: the model cannot be made or adapted so, or its weights are encoded and are to be trained.
+    """
     base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
     if config.adapter:
         from peft import PeftConfig
@@ -122,7 +135,7 @@ def meta_model(config: TrainConfig) -> nn.Module:
     model_config: Any = AutoConfig.from_pretrained(base)
     name = config.dtype or model_config.dtype or "float32"
     dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-    return make_model(
+    model = make_model(
         model_config,
         dtype=dtype,
         adapters=adapters,
@@ -130,6 +143,12 @@ def meta_model(config: TrainConfig) -> nn.Module:
         keep=config.quantise_keep or (),
         folder=Path(base) if Path(base).is_dir() else None,
     )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"[train] {base} holds quantised weights, which are frozen, expected adapters to train: --lora, --dora or "
+            "--adapter; for all weights give the model that was quantised"
+        )
+    return model
 
 
 def lora_of(config: TrainConfig) -> Any:

@@ -19,7 +19,7 @@ from roundpipe.data.batches import check_positions
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.loop import Observer, Training
-from roundpipe.train.model import load_model, save_result, tokenizer_of
+from roundpipe.train.model import check_run, load_model, save_result, tokenizer_of
 from roundpipe.train.nodes import RunNodes, joined_nodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.progress import Screen
@@ -67,7 +67,9 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
         roundpipe.devices(config.devices)
     nodes.require_own_devices()
     tokenizer = tokenizer_of(config)
+    predicted = check_run(config)
     nodes.first(folder.begin)
+    nodes.first(lambda: folder.require_space(*predicted))
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
     if nodes.is_first:
         print(data.summary, flush=True)

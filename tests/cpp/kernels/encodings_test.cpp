@@ -48,9 +48,9 @@ struct Form {
   int64_t width;
 };
 // Blocks within rows, across them, that end early, larger than a piece, and rows of odd lengths.
-const std::vector<Form> kForms = {{"nf4", 64, 128}, {"nf4", 64, 6},      {"nf4", 4096, 3000}, {"mxfp4", 32, 96},
-                                  {"mxfp4", 8, 24}, {"int4", 128, 256},  {"int4", 24, 24},    {"int8", 72, 72},
-                                  {"int8", 13, 13}, {"int8", 5000, 5000}};
+const std::vector<Form> kForms = {{"nf4", 64, 128}, {"nf4", 64, 6},       {"nf4", 4096, 3000}, {"mxfp4", 32, 96},
+                                  {"mxfp4", 8, 24}, {"int4", 128, 256},   {"int4", 24, 24},    {"int8", 72, 72},
+                                  {"int8", 13, 13}, {"int8", 5000, 5000}, {"fp8", 24, 24},     {"fp8", 128, 256}};
 
 }  // namespace
 
@@ -81,6 +81,22 @@ TEST_CASE("encodings: every code has its published value, and is that value's co
   CHECK(same_bits(decode(whole, "int8", bytes.size(1), at::kFloat), bytes));
 }
 
+TEST_CASE("encodings: E4M3 is torch's") {
+  const Tensor codes = at::arange(256, at::kLong).to(at::kByte).view({2, 128});
+  const Tensor values = codes.view(at::kFloat8_e4m3fn).to(at::kFloat);
+  const Tensor decoded = decode({codes.view(at::kChar), at::ones({2}, at::kFloat)}, "fp8", 128, at::kFloat);
+  CHECK(at::equal(at::isnan(decoded), at::isnan(values)));
+  CHECK(same_bits(at::nan_to_num(decoded), at::nan_to_num(values)));
+  at::manual_seed(3);
+  // From the smallest numbers that are not 0 to the largest one, and all ties.
+  Tensor numbers = at::cat({at::randn({4000}) * at::exp2(at::rand({4000}) * 20 - 12), values.flatten().slice(0, 0, 127),
+                            (values.flatten().slice(0, 0, 126) + values.flatten().slice(0, 1, 127)) / 2});
+  numbers = at::cat({numbers.clamp(-448, 448), at::full({1}, 448.0)}).view({1, -1});
+  const EncodedNumbers encoded = encode(numbers, "fp8", numbers.size(1));
+  CHECK(encoded.scales.item<float>() == 1.0f);
+  CHECK(at::equal(encoded.codes.view(at::kByte), numbers.to(at::kFloat8_e4m3fn).view(at::kByte)));
+}
+
 TEST_CASE("encodings: numbers are near, and decode with the same bits by torch's own operators") {
   at::manual_seed(0);
   for (const Form& form : kForms) {
@@ -98,6 +114,7 @@ TEST_CASE("encodings: numbers are near, and decode with the same bits by torch's
       }
       const Tensor error = (decode(encoded, form.name, form.block, at::kFloat) - numbers.to(at::kFloat)).abs();
       const double share = form.name == "int8"   ? 0.51 / 127
+                           : form.name == "fp8"  ? 0.51 / 14
                            : form.name == "int4" ? 0.51 / 7.5
                            : form.name == "nf4"  ? 0.153
                                                  : 0.26;
@@ -122,7 +139,8 @@ TEST_CASE("encodings: each number gets the nearest value, the lower of two for n
 
 TEST_CASE("encodings: the ends of the range") {
   const float tiny = std::numeric_limits<float>::min(), huge = std::numeric_limits<float>::max() / 2;
-  for (const Form& form : {Form{"nf4", 64, 64}, Form{"mxfp4", 32, 64}, Form{"int4", 32, 64}, Form{"int8", 64, 64}}) {
+  for (const Form& form :
+       {Form{"nf4", 64, 64}, Form{"mxfp4", 32, 64}, Form{"int4", 32, 64}, Form{"int8", 64, 64}, Form{"fp8", 64, 64}}) {
     CAPTURE(form.name);
     for (const float number : {0.0f, tiny, tiny / 4, 1e-40f, 1.0f, huge}) {
       CAPTURE(number);

@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from encoded_folders import eight_bits
 from language_program import Program, batches, make_folder, needs_program
 from roundpipe.export.quantised_folder import quantise_folder
 from roundpipe.quantise import encode_weights
@@ -164,6 +165,23 @@ def test_bits_on_an_encoded_base(
             parameter.copy_(decoded[name])
     check_bits(PeftModel.from_pretrained(plain, adapter, is_trainable=True), batch, load_file(tmp_path / "out"))
     assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_bits_on_files_of_fp8(name: str, program: Program, tmp_path: Path) -> None:
+    fields, options = CASES[name]
+    model = make_folder(tmp_path / "model", fields)
+    adapter = make_adapter(model, tmp_path / "adapter", options)
+    save_file(batches()["packed"], tmp_path / "batch")
+    codes = eight_bits(model, tmp_path / "base", None, torch.float32)
+    job = {"batch": tmp_path / "batch", "out": tmp_path / "out"}
+    said = program.run(model=tmp_path / "base", adapter=adapter, **job)
+    assert said == "ok", said
+    stored, plain = load_file(tmp_path / "base" / "model.safetensors"), load_file(model / "model.safetensors")
+    decoded = {each: values.float() * stored[f"{each}_scale_inv"] for each, values in codes.items()}
+    save_file(plain | decoded, model / "model.safetensors", {"format": "pt"})
+    peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), adapter, is_trainable=True)
+    check_bits(peft, batches()["packed"], load_file(tmp_path / "out"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 import causal_models
 import roundpipe
+from encoded_folders import describe, eight_bits
 from roundpipe import _core
 from roundpipe.cli import app
 from roundpipe.command_options import EncodedFormat
@@ -39,9 +41,9 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def build(name: str) -> PreTrainedModel:
+def build(name: str, **sizes: int) -> PreTrainedModel:
     small = causal_models.build("llama" if name == "tied" else name)
-    config = type(small.config)(**small.config.to_dict() | WIDE | MODELS[name])
+    config = type(small.config)(**small.config.to_dict() | WIDE | MODELS[name] | sizes)
     torch.manual_seed(0)
     model: PreTrainedModel = type(small)(config)
     return model.to(torch.bfloat16)
@@ -144,11 +146,6 @@ def packed(folder: Path, out: Path, dtype: torch.dtype, bits: int, group: int | 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"], "version": "0.20.1"}
 
 
-def describe(folder: Path, out: Path, quantization: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (out / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 32), (4, 64)])
 def test_packed_weights(
@@ -161,6 +158,53 @@ def test_packed_weights(
     assert found.keys() == names
     assert not same(found, {name: expected[name] for name in names})
     assert torch.isfinite(model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS}))
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+LARGE = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256, "moe_intermediate_size": 128}
+BLOCKS = {"square": (128, 128), "flat": (32, 128), "tensor": None}
+
+
+@sweep("name, block, dtype", ["llama", "qwen3_moe"], BLOCKS, [torch.float32, torch.bfloat16], together=2)
+def test_fp8_is_what_transformers_makes_of_it(name: str, block: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    build(name, **LARGE).save_pretrained(tmp_path / "plain")
+    eight_bits(tmp_path / "plain", tmp_path / "out", BLOCKS[block], dtype)
+    with warnings.catch_warnings():  # that there is no card, so that it dequantises
+        warnings.simplefilter("ignore")
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    model = load(tmp_path / "out")
+    assert not same(numbers(model), dict(theirs.named_parameters()))
+    assert any(".experts." in each for each in encodings_of(model)) == (name == "qwen3_moe")
+    assert torch.isfinite(model.forward_backward(input_kwargs={"input_ids": IDS, "labels": IDS}))
+
+
+def test_rows_that_end_within_a_block(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    build("llama", **LARGE | {"intermediate_size": 384}).save_pretrained(tmp_path / "plain")
+    codes = eight_bits(tmp_path / "plain", tmp_path / "out", (256, 128), torch.float32)
+    found, stored = numbers(load(tmp_path / "out")), load_file(tmp_path / "out" / "model.safetensors")
+    for name, each in codes.items():
+        scales = stored[f"{name}_scale_inv"].repeat_interleave(256, 0)[: len(each)].repeat_interleave(128, 1)
+        assert torch.equal(found[name], (each.float() * scales).to(torch.bfloat16)), name
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+def test_float_quantized_weights(strategy: str, folder: Callable[[str], Path], tmp_path: Path) -> None:
+    codes = eight_bits(folder("llama"), tmp_path / "out", None, torch.bfloat16)
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, each in codes.items():
+        scale = tensors.pop(f"{name}_scale_inv").view(1)
+        if strategy == "channel":
+            scale = (scale.view(1, 1) * torch.arange(1, len(each) + 1).view(-1, 1)).to(torch.bfloat16)
+        tensors[f"{name}_scale"] = scale.contiguous()
+    save_file(tensors, tmp_path / "out" / "model.safetensors")
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": strategy}
+    described = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    describe(
+        folder("llama"), tmp_path / "out", PACKED | {"format": "float-quantized", "config_groups": {"a": described}}
+    )
+    found = numbers(load(tmp_path / "out"))
+    for name, each in codes.items():
+        assert torch.equal(found[name], each.to(torch.bfloat16) * tensors[f"{name}_scale"]), name
 
 
 NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334]
@@ -308,7 +352,6 @@ def state(**fields: Any) -> Callable[[Path], None]:
 
 
 ROWS = {"type": "int", "symmetric": True, "dynamic": False}
-WEIGHT = "model.layers.1.mlp.up_proj.weight"
 SCALES = "model.layers.0.mlp.experts.down_proj_scales"
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 DAMAGES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
@@ -348,6 +391,35 @@ def test_damaged_and_unknown_folders_are_refused_by_name(
     apply(tmp_path / "out")
     with pytest.raises(ValueError, match=message):
         load(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{WEIGHT}_scale_inv"), f"lacks {WEIGHT}_scale_inv"),
+        (lambda t: t[WEIGHT].view(torch.uint8)[3].fill_(255), f"{WEIGHT} has NaN"),
+        (lambda t: t[f"{WEIGHT}_scale_inv"].fill_(float("inf")), f"{WEIGHT}_scale_inv has inf or NaN"),
+        (lambda t: t.update({f"{WEIGHT}_scale_inv": torch.ones(3, 3)}), f"{WEIGHT}_scale_inv has 9 numbers"),
+        (lambda t: t.update({WEIGHT: t[WEIGHT].to(torch.float8_e5m2)}), f"{WEIGHT} has numbers of F8_E5M2"),
+        (lambda t: t.update({WEIGHT: t[WEIGHT].view(torch.int8)}), f"{WEIGHT} has numbers of I8"),
+        ({"scale_fmt": "ue8m0"}, r'quantization_config.scale_fmt is "ue8m0", expected "float"'),
+        ({"weight_block_size": [128, 64]}, r"weight_block_size is \[128, 64\], expected rows and 128 columns"),
+        ({"weight_block_size": [128]}, r"weight_block_size is \[128\], expected rows"),
+        ({"modules_to_convert": ["lm_head"]}, "quantization_config.modules_to_convert is set"),
+    ],
+)
+def test_damaged_fp8_is_refused_by_name(change: Any, message: str, tmp_path: Path) -> None:
+    build("llama", **LARGE).save_pretrained(tmp_path / "plain")
+    out = tmp_path / "out"
+    eight_bits(tmp_path / "plain", out, (128, 128), torch.float32)
+    tensors = load_file(out / "model.safetensors")
+    if callable(change):
+        change(tensors)
+        save_file(tensors, out / "model.safetensors")
+    else:
+        configured(**change)(out)
+    with pytest.raises(ValueError, match=message):
+        load(out)
 
 
 def test_what_a_folder_cannot_be_used_for(folder: Callable[[str], Path], tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ ENTRIES = (
     "add_wide",
 )
 # Of numbers in 4 and 8 bits.
-ENCODINGS = tuple(f"{way}_{form}" for form in ("nf4", "mxfp4", "int4", "int8") for way in ("decode", "encode"))
+FORMS = ("nf4", "mxfp4", "int4", "int8", "fp8")
+ENCODINGS = tuple(f"{way}_{form}" for form in FORMS for way in ("decode", "encode"))
 DTYPES = ("bf16", "fp16", "fp32")
 # A100, RTX 3090, RTX 4090, H100 and H200, RTX 5090
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_120")
@@ -59,7 +60,7 @@ def test_the_source_includes_nothing_and_has_every_kernel() -> None:
     assert "#include" not in source
     for name in ENTRIES:
         assert re.search(rf"ROUNDPIPE_KERNEL\({name}_##suffix", source)
-    for name in ("nf4", "mxfp4", "int4", "int8"):
+    for name in FORMS:
         assert f"ROUNDPIPE_ENCODINGS_OF(suffix, T, {name}," in source
     for name in DTYPES:
         assert f"ROUNDPIPE_KERNELS_OF({name}," in source

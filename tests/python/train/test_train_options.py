@@ -16,7 +16,7 @@ import roundpipe
 from roundpipe.model.memory.budget import UpdateRule, predict_model
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
-from roundpipe.train.model import load_model, meta_model
+from roundpipe.train.model import check_run, load_model, meta_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.session import run
@@ -102,11 +102,11 @@ def test_options_of_the_model(made: Callable[..., TrainConfig], tmp_path: Path) 
     again = load_model(made(adapter=str(tmp_path / "adapter"), model=""))
     assert [name for name, parameter in again.named_parameters() if parameter.requires_grad] == names
     with pytest.raises(ValueError, match=r"(?s)\[train\] .*does not fit on the host"):
-        load_model(made(host_memory="1MB"))
+        check_run(made(host_memory="1MB"))
     totals = [predict_model(meta_model(made()), UpdateRule("adamw", moments)).total for moments in ("fp32", "8bit")]
     between = f"{sum(totals) // 2}B"
     with pytest.raises(ValueError, match="moments='8bit' in the optimizer"):
-        load_model(made(host_memory=between))
+        check_run(made(host_memory=between))
     load_model(made(host_memory=between, moments="8bit"))
     model = load_model(made(device_memory="10MB", microbatches=2, recompute_by_layer=True, fault_tolerant=True))
     config = model._run_config

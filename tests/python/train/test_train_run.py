@@ -21,8 +21,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import roundpipe
 from interrupted_output import InterruptedAt
 from roundpipe import _core
+from roundpipe.export.quantised_folder import quantise_folder
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import written_config
+from roundpipe.train.dry_run import dry_run
 from roundpipe.train.model import load_model, save_result
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.run_folder import RunFolder
@@ -335,7 +337,7 @@ def test_a_run_that_is_killed_again_and_again_ends_with_the_same_bits(
 
 def test_adapters_train_on_an_encoded_base(config: Callable[..., TrainConfig]) -> None:
     ours = config(lora=True, quantise="nf4", quantise_keep=["down_proj"])
-    run(ours, io.StringIO())
+    run(ours, False)
     losses = [line["loss"] for line in metrics(ours) if "loss" in line]
     assert losses[-1] < losses[0]
     model = load_model(ours)
@@ -345,8 +347,41 @@ def test_adapters_train_on_an_encoded_base(config: Callable[..., TrainConfig]) -
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(ours.model), Path(ours.out) / "adapter")
 
 
+@pytest.mark.parametrize("does", [run, lambda config, resume: dry_run(config, resume, print)], ids=["run", "dry run"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "holds quantised weights, which are frozen, expected adapters to train: --lora"),
+        ({"lora": True, "lora_targets": ["nothing"]}, "Target modules .*nothing.* not found"),
+        ({"lora": True, "host_memory": "10KB"}, "(?s)does not fit on the host"),
+    ],
+    ids=["frozen", "targets", "host"],
+)
+def test_what_does_not_fit_the_model_is_refused_before_data_is_read(
+    does: Callable[..., Any],
+    options: dict[str, Any],
+    message: str,
+    config: Callable[..., TrainConfig],
+    tmp_path: Path,
+) -> None:
+    base = quantise_folder(config().model, tmp_path / "base", "int8").folder
+    ours = config(model=str(base), data=[str(tmp_path / "nowhere")], **options)
+    if "host_memory" in options and does is not run:
+        message = "nowhere"  # a dry run says at its end what does not fit
+    with pytest.raises(ValueError, match=message):
+        does(ours, False)
+
+
+@pytest.mark.parametrize("name", ["device_memory", "host_memory"])
+@pytest.mark.parametrize("size", ["20", "0", "0GB", "much", "-1GB"])
+def test_budgets_that_are_no_sizes_are_refused_by_name(name: str, size: str) -> None:
+    flag = name.replace("_", "-")
+    with pytest.raises(ValueError, match=rf"--{flag} is {size}, expected a size above 0 with a unit, such as 20GB"):
+        TrainConfig(**{name: size})  # type: ignore[arg-type]
+
+
 def test_encoding_without_adapters_is_refused(config: Callable[..., TrainConfig]) -> None:
     with pytest.raises(ValueError, match="--quantise is nf4, expected it only where adapters train"):
-        run(config(quantise="nf4"), io.StringIO())
+        run(config(quantise="nf4"), False)
     with pytest.raises(ValueError, match=r"--quantise-keep is .*, expected it only with --quantise"):
-        run(config(lora=True, quantise_keep=["mlp"]), io.StringIO())
+        run(config(lora=True, quantise_keep=["mlp"]), False)
