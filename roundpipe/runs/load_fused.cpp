@@ -7,6 +7,7 @@
 
 #include <roundpipe/core/error.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/saving/contents.h>
 #include <roundpipe/saving/state_reads.h>
 
 namespace roundpipe {
