@@ -9,27 +9,47 @@ and its content. A line of the assistant ends with the end-of-text token instead
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from roundpipe.data.chat_template import (
+    ChatTemplate,
+    RenderedChat,
+    called,
+    shared_length,
+    thought_of,
+    with_thought,
+    words_of,
+)
+from roundpipe.data.chat_tokens import ChatSample as ChatSample
+from roundpipe.data.chat_tokens import Draft, tokenized
 from roundpipe.data.conversation import Conversation, UnusableError
 from roundpipe.data.samples import IGNORED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ChatSample = dict[str, list[int]]
-
-_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLAIN_KEYS = frozenset({"role", "content", "weight", "name"})
 
 SPLIT = "the chat template leaves thoughts or calls out of earlier answers: each such answer became a sample of its own"
 SHORTER = "the chat template writes earlier answers without what it adds to the last one: they are learnt so"
 LEFT_OUT = "the chat template leaves words of the assistant out: they are not learnt"
+NO_THOUGHTS = "the chat template leaves thoughts of the assistant out: they are not learnt"
+NO_CALLS = "the chat template leaves calls of tools out: they are not learnt"
+NO_TOOLS = "the chat template leaves the tools out: the model does not see them"
+UNSEEN = "the chat template leaves words of others than the assistant out: the model does not see them"
+OPENED = (
+    "the chat template's prompt for an answer begins otherwise than these answers, as with a thought: they are learnt "
+    "without it"
+)
+GIVEN = (
+    "the chat template leaves out thoughts that its own prompt for an answer opens: they are learnt as they are given"
+)
+CLOSED = "the chat template ends no answer: the token that begins the next question is learnt as its end"
+NO_END = "the chat template ends no answer with a token: generation will not stop there"
 
 
 @dataclass
@@ -44,14 +64,6 @@ class EncodedChat:
 
     samples: list[ChatSample]
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Draft:
-    """A text, and the stretches of it that are learnt."""
-
-    text: str
-    spans: list[tuple[int, int]]
 
 
 class ChatEncoder:
@@ -70,126 +82,110 @@ class ChatEncoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool = False) -> None:
         self._tokenizer, self._everything = tokenizer, everything
-        template: Any = getattr(tokenizer, "chat_template", None)
-        self._plain = not template
-        self._marked = not everything and isinstance(template, str) and bool(_MARK.search(template))
-        if self._plain and not isinstance(tokenizer.eos_token_id, int):
+        has_template = bool(getattr(tokenizer, "chat_template", None))
+        if not has_template and not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(
                 f"[chat] {type(tokenizer).__name__} has neither a chat template nor an end-of-text token, expected one "
                 "of them, or answers would never end; set tokenizer.eos_token"
             )
-        if not self._plain and not tokenizer.is_fast:
+        if has_template and not tokenizer.is_fast:
             raise ValueError(
                 f"[chat] {type(tokenizer).__name__} does not say which characters a token stands for, expected a fast "
                 "tokenizer for a chat template; load it with AutoTokenizer and a tokenizer.json"
             )
+        self._template = ChatTemplate(tokenizer) if has_template else None
 
     def encode(self, conversations: Sequence[Conversation]) -> list[EncodedChat | UnusableError]:
         """What each of the conversations became, or what is wrong with it: the template fails, or renders a
         conversation's beginning in a way that hides the assistant's words."""
         found: list[EncodedChat | UnusableError] = []
-        drafts: list[tuple[EncodedChat, list[_Draft]]] = []
+        drafted: list[tuple[EncodedChat, list[Draft]]] = []
         for conversation in conversations:
             try:
-                if self._plain:
+                if self._template is None:
                     found.append(EncodedChat([self._plainly(conversation)]))
-                elif self._marked:
-                    found.append(self._by_marks(conversation))
+                elif self._template.is_marked and not self._everything:
+                    found.append(self._by_marks(self._template, conversation))
                 else:
                     encoded = EncodedChat([])
-                    drafts.append((encoded, self._drafts(conversation, encoded.notes)))
+                    drafted.append((encoded, self._drafts(self._template, conversation, encoded.notes)))
                     found.append(encoded)
             except UnusableError as error:
                 found.append(error)
-        texts = [draft.text for _, of_one in drafts for draft in of_one]
-        samples = iter(self._tokenized(texts, [draft.spans for _, of_one in drafts for draft in of_one]))
-        for encoded, of_one in drafts:
-            encoded.samples = [next(samples) for _ in of_one]
+        samples = iter(tokenized(self._tokenizer, [draft for _, drafts in drafted for draft in drafts]))
+        for encoded, drafts in drafted:
+            encoded.samples = [next(samples) for _ in drafts]
+            for draft in drafts:
+                _note(encoded.notes, *draft.notes)
         return found
 
-    def _tokenized(self, texts: list[str], spans: list[list[tuple[int, int]]]) -> list[ChatSample]:
-        if not texts:
-            return []
-        encoded = self._tokenizer(
-            texts,
-            add_special_tokens=False,  # the template writes them
-            return_attention_mask=False,
-            return_offsets_mapping=True,
-            verbose=False,
-        )
-        samples = []
-        for tokens, offsets, learnt in zip(encoded["input_ids"], encoded["offset_mapping"], spans, strict=True):
-            starts = np.array([start for start, _ in offsets], dtype=np.int64)
-            flags = np.zeros(len(starts), dtype=bool)
-            for first, last in learnt:
-                flags |= (first <= starts) & (starts < last)
-            samples.append({"input_ids": list(tokens), "labels": np.where(flags, tokens, IGNORED).tolist()})
-        return samples
-
-    def _render(self, conversation: Conversation, count: int, ask: bool) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                conversation.messages[:count],
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=ask,
-                **conversation.template_options,
-            )
-        except Exception as error:  # whatever a template raises
-            raise _template_failed(error) from error
-        return str(text)
-
-    def _drafts(self, conversation: Conversation, notes: list[str]) -> list[_Draft]:
-        messages = conversation.messages
-        whole = _Draft(self._render(conversation, len(messages), False), [])
+    def _drafts(self, template: ChatTemplate, conversation: Conversation, notes: list[str]) -> list[Draft]:
+        chat = RenderedChat(template, conversation)
+        whole = Draft(chat.text(len(chat.messages)), [])
+        _note(notes, *_unseen(conversation, whole.text))
+        closing = template.closing if not chat.messages[-1].get("tool_calls") else ""
         if self._everything:
-            return [_Draft(whole.text, [(0, len(whole.text))])]
+            is_answer = chat.messages[-1]["role"] == "assistant"
+            text = whole.text + (closing if is_answer else "")
+            return [Draft(text, [(0, len(text))])]
         alone = []
-        for index, message in enumerate(messages):
+        for index, message in enumerate(chat.messages):
             if not conversation.learns(index):
                 continue
-            before = self._render(conversation, index, True)
-            last = index + 1 == len(messages)
-            with_it = whole.text if last else self._render(conversation, index + 1, False)
-            if not with_it.startswith(before):
-                raise _hidden(index)
-            if whole.text.startswith(with_it):
-                whole.spans.append((len(before), len(with_it)))
-            elif (end := _end_of_words(whole.text, before, with_it, message)) is not None:
-                whole.spans.append((len(before), end))
-                _note(notes, SHORTER)
-            else:
-                alone.append(_Draft(with_it, [(len(before), len(with_it))]))
+            is_last = index + 1 == len(chat.messages)
+            with_it = whole.text if is_last else chat.text(index + 1)
+            begin = _begin(template, chat, index, with_it, notes)
+            thinking = _with_its_thought(template, chat, index, with_it[begin:])
+            if thinking is not None:
+                with_it, begin = thinking
+                whole.text = with_it if is_last else whole.text
+                _note(notes, GIVEN)
+            _note(notes, *_unlearnt(template, index, message, with_it[begin:]))
+            end = _end(template, whole.text, with_it, begin, message, notes)
+            if end is None:
+                ended = with_it + closing
+                alone.append(Draft(ended, [(begin, len(ended))]))
                 _note(notes, SPLIT)
+            else:
+                if is_last:
+                    whole.text += closing
+                    end = len(whole.text)
+                elif not template.ends:
+                    end = template.own_at(whole.text, end)
+                whole.spans.append((begin, end))
+            if not template.ends:
+                _note(notes, CLOSED if template.closing else NO_END)
         return [*alone, whole] if whole.spans or not alone else alone
 
-    def _by_marks(self, conversation: Conversation) -> EncodedChat:
-        learnt = [index for index in range(len(conversation.messages)) if conversation.learns(index)]
-        spoken = [index for index, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        if learnt != spoken:
-            raise UnusableError(
-                "broken",
-                "answers that are not to be learnt, by a template that marks all of them",
-                "some answers are not to be learnt, but the chat template marks all of them; expected all, or a "
-                "template without {% generation %}",
-            )
-        try:
-            encoded: Any = self._tokenizer.apply_chat_template(
-                conversation.messages,
-                tools=conversation.tools,
-                tokenize=True,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                **conversation.template_options,
-            )
-        except Exception as error:  # whatever a template raises
-            raise _template_failed(error) from error
-        tokens = list(encoded["input_ids"])
-        text = self._render(conversation, len(conversation.messages), False)
-        words = [conversation.messages[index].get("content") or "" for index in spoken]
-        notes = [] if all(each.strip() in text for each in words) else [LEFT_OUT]
-        labels = _labels(tokens, [bool(mark) for mark in encoded["assistant_masks"]])
-        return EncodedChat([{"input_ids": tokens, "labels": labels}], notes)
+    def _by_marks(self, template: ChatTemplate, conversation: Conversation) -> EncodedChat:
+        chat = RenderedChat(template, conversation)
+        tokens, marks = chat.marked()
+        spoken = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        changes = [0, *(place for place, (one, other) in enumerate(pairwise(marks), start=1) if one != other)]
+        stretches = [
+            (begin, end) for begin, end in pairwise([*changes, len(marks)]) if marks[begin : begin + 1] == [True]
+        ]
+        learnt = list(marks)
+        if not all(conversation.learns(index) for index in spoken):
+            if len(stretches) != len(spoken):
+                raise UnusableError(
+                    "broken",
+                    "answers that are not to be learnt, by a template that does not mark each by itself",
+                    f"some answers are not to be learnt, and the chat template marks {len(stretches)} stretches for "
+                    f"{len(spoken)} answers; expected one for each, or a template without {{% generation %}}",
+                )
+            for index, (begin, end) in zip(spoken, stretches, strict=True):
+                if not conversation.learns(index):
+                    learnt[begin:end] = [False] * (end - begin)
+        text = chat.text(len(chat.messages))
+        notes = _unseen(conversation, text)
+        for index in spoken:
+            if conversation.learns(index):
+                _note(notes, *_unlearnt(template, index, chat.messages[index], text))
+        endings = [str(self._tokenizer.decode(tokens[max(begin, end - 2) : end])) for begin, end in stretches]
+        if not all(template.has_own(ending) for ending in endings):
+            _note(notes, NO_END)
+        return EncodedChat([{"input_ids": tokens, "labels": _labels(tokens, learnt)}], notes)
 
     def _plainly(self, conversation: Conversation) -> ChatSample:
         if conversation.tools or any(message.get("tool_calls") for message in conversation.messages):
@@ -214,41 +210,110 @@ class ChatEncoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
 
 
-def _end_of_words(whole: str, before: str, with_it: str, message: dict[str, Any]) -> int | None:
-    """Where an answer ends in the whole that is written there without what the template adds to the last one, for
-    example an empty thought; None if words of its own are missing."""
+def _begin(template: ChatTemplate, chat: RenderedChat, index: int, with_it: str, notes: list[str]) -> int:
+    """Where an answer begins in the text up to its end."""
+    if index == 0:
+        begin = template.first_begin(with_it)
+    else:
+        before = chat.text(index, ask=True)
+        if with_it.startswith(before):
+            # Behind what a tool has answered, the prompt may be empty.
+            return len(before) + (len(template.prompt) if with_it.startswith(template.prompt, len(before)) else 0)
+        begin = template.begin(before, with_it, chat.text(index))
+        if begin is not None and not (template.opens_thought and thought_of(chat.messages[index])):
+            _note(notes, OPENED)
+    if begin is None:
+        raise UnusableError(
+            "broken",
+            "the chat template hides where an answer begins",
+            f"message {index}: the chat template renders the conversation up to here differently from the whole, so "
+            "the assistant's words cannot be found; expected a template that only appends; mark them in the template "
+            "with {% generation %}, or end the conversation with this answer",
+        )
+    return begin
+
+
+def _with_its_thought(template: ChatTemplate, chat: RenderedChat, index: int, stretch: str) -> tuple[str, int] | None:
+    """The text up to the end of an answer with its thought, and where it begins, for a template that opens a thought
+    and does not write it; None for others."""
+    message = chat.messages[index]
+    thought, words = thought_of(message), words_of(message)
+    if index == 0 or not template.opens_thought or not thought or thought in stretch or words not in stretch:
+        return None
+    before = chat.text(index, ask=True)
+    ending = stretch[stretch.rfind(words) + len(words) :]
+    return before + with_thought(message) + ending, len(before)
+
+
+def _end(
+    template: ChatTemplate, whole: str, with_it: str, begin: int, message: dict[str, Any], notes: list[str]
+) -> int | None:
+    """Where an answer ends in the whole; None if the whole lacks words of it, or its end.
+
+    The whole may write an earlier answer without what the template adds to the last one, for example an empty thought
+    or the end of the text.
+    """
+    if whole.startswith(with_it):
+        return len(with_it)
     answer = (message.get("content") or "").strip()
-    own = all(not value for key, value in message.items() if key not in _PLAIN_KEYS)
-    if not answer or not own or answer not in with_it[len(before) :]:
+    more = [value for key, value in message.items() if value and key not in _PLAIN_KEYS]
+    own = all(isinstance(value, str) and value.strip() not in with_it[begin:] for value in more)
+    place = with_it.rfind(answer, begin)
+    if not answer or not own or place < 0 or not whole.startswith(with_it[:begin] + answer):
         return None
-    ending = with_it[with_it.rfind(answer) + len(answer) :]
-    if not whole.startswith(before) or not whole.startswith(answer + ending, len(before)):
-        return None
-    return len(before) + len(answer + ending)
+    ending, end = with_it[place + len(answer) :], begin + len(answer)
+    shared = ending[: shared_length(ending, whole[end : end + len(ending)])]
+    if shared != ending:
+        shared = template.whole_tokens(shared)
+        if not shared:
+            return None
+    _note(notes, SHORTER)
+    return end + len(shared)
 
 
-def _note(notes: list[str], note: str) -> None:
-    if note not in notes:
-        notes.append(note)
+def _unlearnt(template: ChatTemplate, index: int, message: dict[str, Any], stretch: str) -> list[str]:
+    """What of an answer a stretch of text lacks. Raises UnusableError if that is all of it."""
+    notes = []
+    words, names = words_of(message), called(message)
+    if any(name not in stretch for name in names):
+        notes.append(NO_CALLS)
+    if words not in stretch:
+        notes.append(LEFT_OUT)
+    if thought_of(message) not in stretch:
+        notes.append(NO_THOUGHTS)
+    says = words or names
+    if says and not template.without_own(stretch).strip():
+        raise UnusableError(
+            "broken",
+            "the chat template writes nothing of an answer",
+            f"the chat template writes nothing of message {index}, expected its words or calls; use a template that "
+            "knows them",
+        )
+    if NO_CALLS in notes and not words:
+        raise UnusableError("broken", NO_CALLS, f"message {index} has nothing else, expected a template that writes it")
+    return notes
+
+
+def _unseen(conversation: Conversation, text: str) -> list[str]:
+    """What of the conversation, but for answers, a text lacks."""
+    notes = []
+    for tool in conversation.tools or []:
+        described = tool.get("function", tool) if isinstance(tool, dict) else {}
+        if isinstance(described, dict) and str(described.get("name", "")) not in text:
+            notes = [NO_TOOLS]
+    for message in conversation.messages:
+        words = message.get("content")
+        if message["role"] == "assistant" or not isinstance(words, str):
+            continue
+        forms = (words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1])
+        if not any(form.strip() in text for form in forms):
+            _note(notes, UNSEEN)
+    return notes
+
+
+def _note(notes: list[str], *more: str) -> None:
+    notes += [note for note in dict.fromkeys(more) if note not in notes]
 
 
 def _labels(tokens: Sequence[int], learnt: list[bool]) -> list[int]:
     return [token if flag else IGNORED for token, flag in zip(tokens, learnt, strict=True)]
-
-
-def _hidden(index: int) -> UnusableError:
-    return UnusableError(
-        "broken",
-        "the chat template hides where an answer begins",
-        f"message {index}: the chat template renders the conversation up to here differently from the whole, so the "
-        "assistant's words cannot be found; expected a template that only appends; mark them in the template with "
-        "{% generation %}, or end the conversation with this answer",
-    )
-
-
-def _template_failed(error: Exception) -> UnusableError:
-    return UnusableError(
-        "broken",
-        f"the chat template failed: {str(error)[:120]}",
-        f"the tokenizer's chat template failed: {error}; expected a template that takes these roles",
-    )

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.chat_encoder import LEFT_OUT, SHORTER, SPLIT, ChatEncoder, EncodedChat
+from roundpipe.data.chat_encoder import NO_THOUGHTS, SHORTER, SPLIT, ChatEncoder, EncodedChat
 from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
 from roundpipe.data.samples import IGNORED
 from tiny_chat import TEMPLATE, byte_tokenizer, learnt, talk
@@ -59,6 +59,7 @@ ENDS = {
 def using(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = byte_tokenizer(bos_token="<pad>")
     tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|start|>", "<|end|>", "<|eot|>", "<start>", "<end>"]})
     return tokenizer
 
 
@@ -105,8 +106,11 @@ def test_answers_of_a_prompt_and_those_of_weight_0_do_not_count() -> None:
     messages[5]["weight"] = 0
     assert all_learnt(encoded(TEMPLATE, messages)) == [["b<|im_end|>\n", "d<|im_end|>\n"]]
     assert all_learnt(encoded(None, messages)) == [["b<eos>", "d<eos>"]]
-    with pytest.raises(UnusableError, match="some answers are not to be learnt, but the chat template marks all"):
-        encoded(MARKED, messages)
+    assert all_learnt(encoded(MARKED, messages)) == [["b<|im_end|>", "d<|im_end|>"]]
+    at_once = MARKED.replace("{%- generation -%}", "").replace("{% for", "{% generation %}{% for", 1)
+    at_once = at_once.replace("{%- endgeneration -%}", "") + "{% endgeneration %}"
+    with pytest.raises(UnusableError, match="the chat template marks 1 stretches for 3 answers"):
+        encoded(at_once, messages)
 
 
 def test_a_template_that_drops_earlier_thoughts() -> None:
@@ -159,7 +163,7 @@ def test_marks_of_a_template_are_those_of_transformers() -> None:
     (sample,) = found.samples
     assert sample["input_ids"] == expected["input_ids"]
     assert [label != IGNORED for label in sample["labels"]] == [bool(mark) for mark in expected["assistant_masks"]]
-    assert all_learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [LEFT_OUT]
+    assert all_learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [NO_THOUGHTS]
 
 
 def test_a_bad_conversation_does_not_disturb_its_neighbours() -> None:
