@@ -6,15 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# The roles that may follow a role; None stands for the beginning.
-_NEXT: dict[str | None, tuple[str, ...]] = {
-    None: ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user", "tool"),
-    "tool": ("tool", "assistant"),
-}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class UnusableError(ValueError):
@@ -55,21 +47,21 @@ class Conversation:
 
 
 def checked_messages(messages: Any) -> list[dict[str, Any]]:
-    """Checks roles and contents. A content that is a list of texts becomes one text.
+    """Checks roles and contents, and puts older names of OpenAI's right: the role "function" and a `function_call`. A
+    content that is a list of texts becomes one text. Which role follows which is the chat template's affair.
 
     Raises:
-        UnusableError: there are no messages, one has no role or content, a content is not text, or roles are out of
-            order.
+        UnusableError: there are no messages, one has no role or content, or a content is not text.
     """
     if not isinstance(messages, list):
         raise UnusableError("broken", "no list of messages", "has no list of messages, expected at least one message")
     if not messages:
         raise UnusableError("empty", "no messages", "has no list of messages, expected at least one message")
-    before: str | None = None
     checked = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or "role" not in message:
-            raise _without(index, message)
+    for index, given in enumerate(messages):
+        if not isinstance(given, dict) or "role" not in given:
+            raise _without(index, given)
+        message = _renamed(given, index)
         role = message["role"]
         calls = role == "assistant" and bool(message.get("tool_calls"))
         if "content" not in message and not calls:
@@ -81,12 +73,11 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
             raise UnusableError(
                 "broken", "a content that is no text", f"the content of message {index} is a {kind}, expected text"
             )
-        if role not in _NEXT[before]:
-            behind = "at the beginning" if before is None else f"behind {before!r}"
+        if role not in _ROLES:
             raise UnusableError(
                 "broken",
-                f"the role {role!r} {behind}" if role in _NEXT else "a role that is not known",
-                f"message {index} has the role {role!r} {behind}, expected {' or '.join(_NEXT[before])}",
+                "a role that is not known",
+                f"message {index} has the role {role!r}, expected {', '.join(_ROLES)}",
             )
         if role == "assistant" and message.get("weight", 1) not in (0, 1):
             raise UnusableError(
@@ -95,8 +86,24 @@ def checked_messages(messages: Any) -> list[dict[str, Any]]:
                 f"message {index} has the weight {message['weight']!r}, expected 0 (not learnt) or 1",
             )
         checked.append(message if text is None or text is content else {**message, "content": text})
-        before = role
     return checked
+
+
+def _renamed(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """A message by the names of today: OpenAI's "function" is a tool, and its `function_call` the only call."""
+    call = message.get("function_call")
+    if message["role"] != "function" and call is None:
+        return message
+    renamed = {name: value for name, value in message.items() if name != "function_call"}
+    if message["role"] == "function":
+        renamed["role"] = "tool"
+    if call is None:
+        return renamed
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or message.get("tool_calls"):
+        detail = f"message {index} has the function_call {str(call)[:80]!r}, expected one with name and arguments alone"
+        raise UnusableError("broken", "a function_call that is no call", detail)
+    renamed["tool_calls"] = [{"type": "function", "function": {"arguments": {}, **call}}]
+    return {"content": None, **renamed}
 
 
 def _without(index: int, message: Any) -> UnusableError:

@@ -141,7 +141,7 @@ def test_what_is_learnt_is_what_the_marked_form_learns(name: str) -> None:
             assert learnt == [f"{text} " for text in expected], kind
         elif why is not None:
             assert isinstance(encoded, EncodedChat) and len(learnt) == len(expected) and learnt != expected, kind
-            words = [str(message["content"]) for message in messages if message["role"] == "assistant"]
+            words = [message["content"].split("\n")[-1] for message in messages if message["role"] == "assistant"]
             assert all(word in text for word, text in zip(words, learnt, strict=True)), kind
             if why in (THOUGHTS, DROPPED):
                 assert "t1" in learnt[0] and "t1" not in expected[0]

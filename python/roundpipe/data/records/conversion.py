@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from roundpipe.data.conversation import UnusableError
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
-from roundpipe.data.records.formats import Item, Pair, Text, format_of, item_of
+from roundpipe.data.records.formats import Item, Pair, Text, advice, format_of, item_of
 from roundpipe.data.records.options import DataOptions, Format
-from roundpipe.data.records.reading import Record
+from roundpipe.data.records.reading import Record, is_utf16
 from roundpipe.data.records.sources import Source
 from roundpipe.data.records.store import sample_files
 from roundpipe.data.records.summary import DataSummary, SourceSummary
@@ -89,6 +89,9 @@ def _counts_of(source: Source, options: DataOptions) -> SourceSummary:
         counts.overlong = _Refused()
     for file in source.left_out:
         counts.notes.note("not a file of data", str(file))
+    for file in source.files:
+        if is_utf16(file):
+            counts.notes.note("UTF-16, and read as such", str(file))
     return counts
 
 
@@ -111,7 +114,8 @@ def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Itera
         counts.read += record.begins
         if form is None:
             names = ", ".join(sorted(map(str, record.value))) if isinstance(record.value, dict) else "none"
-            counts.broken.note("members that no format has", f"{record.where} (it has {names[:80]})")
+            reason = f"members that no format has: say what they are, such as {advice(record.value)}"
+            counts.broken.note(reason, f"{record.where} (it has {names[:80]})")
             continue
         counts.format = form
         try:

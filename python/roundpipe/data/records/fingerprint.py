@@ -14,7 +14,7 @@ from roundpipe.data.records.sources import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_VERSION = 2  # goes up when the same input is prepared to something else
+_VERSION = 3  # goes up when the same input is prepared to something else
 
 
 def fingerprint_of(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ _EXCLUSIVE: dict[Format, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
 }
+# Each with other names of these members.
 _OTHERS: dict[Format, tuple[str, ...]] = {
-    "prompt": ("prompt", "completion"),
-    "instruction": ("instruction", "output"),
+    "prompt": ("prompt|question|query", "completion|response|answer"),
+    "instruction": ("instruction", "output|response"),
     "text": ("text",),
 }
+_MORE = "input|context"  # of a question
 NO_ANSWER = "no answer of the assistant"
 """The reason against a conversation in which nothing is learnt."""
 _SPEAKERS = {
@@ -85,8 +88,41 @@ def format_of(value: Any, where: str) -> Format | None:
             f"[data] {where} may be read as {' or as '.join(found)}, expected one of them; say which by "
             "format (--format)"
         )
-    found += [name for name, members in _OTHERS.items() if all(value.get(each) is not None for each in members)]
+    found += [name for name, members in _OTHERS.items() if all(_names_in(value, each) for each in members)]
     return found[0] if found else None
+
+
+def advice(value: Any) -> str:
+    """What to type for a record whose members no format has."""
+    members = value if isinstance(value, Mapping) else {}
+    lists = [name for name, each in members.items() if isinstance(each, list) and each and isinstance(each[0], Mapping)]
+    texts = [name for name, each in members.items() if isinstance(each, str) and each.strip()]
+    if len(lists) == 1:
+        named = [f"messages={lists[0]}"]
+    elif len(texts) == 1:
+        named = [f"text={texts[0]}"]
+    elif len(texts) == 2:
+        named = [f"prompt={texts[0]}", f"completion={texts[1]}"]
+    else:
+        named = ["prompt=MEMBER", "completion=MEMBER"]
+    return " ".join(f"--fields {shlex.quote(each)}" for each in named)
+
+
+def _names_in(value: Mapping[str, Any], names: str) -> list[str]:
+    """Which of the names, with "|" between them, are those of members that are there."""
+    return [name for name in names.split("|") if value.get(name) is not None]
+
+
+def _member(value: Mapping[str, Any], names: str) -> Any:
+    """The member of one of these names; None: there is none.
+
+    Raises:
+        UnusableError: there are several with other values.
+    """
+    there = _names_in(value, names)
+    if any(value[name] != value[there[0]] for name in there[1:]):
+        raise UnusableError("broken", f"several members of {names.replace('|', ', ')}", f"it has {' and '.join(there)}")
+    return value[there[0]] if there else None
 
 
 def item_of(record: Record, form: Format) -> Item:
@@ -104,9 +140,9 @@ def item_of(record: Record, form: Format) -> Item:
         raise UnusableError("broken", "no object", f"is a {kind}, expected an object with members")
     value = record.value
     expected = {**_EXCLUSIVE, **_OTHERS}[form]
-    missing = [name for name in expected if value.get(name) is None]
+    missing = [names for names in expected if not _names_in(value, names)]
     if missing:
-        reason = f"a record without {' and '.join(missing)}"
+        reason = f"a record without {' and '.join(names.replace('|', ' or ') for names in missing)}"
         raise UnusableError("broken", reason, f"has the members {', '.join(sorted(map(str, value)))}")
     if form == "text":
         return _text(value["text"], record)
@@ -138,18 +174,28 @@ def _conversation(messages: Any, value: Mapping[str, Any], where: str, first_lea
     checked = checked_messages(messages)
     for message in checked:
         _check_unicode(str(message.get("content") or ""))
-    tools = value.get("tools")
-    if tools is not None:
-        tools = _list(tools, "tools")
-        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-            raise UnusableError("broken", "tools that are no list of objects", "its tools are no list of objects")
+    tools = _tools(value)
     options = value.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise UnusableError("broken", "chat_template_kwargs that are no object", "")
-    found = Conversation(checked, where, tools or None, options, first_learnt)
+    found = Conversation(checked, where, tools, options, first_learnt)
     if not any(found.learns(index) for index in range(len(checked))):
         raise UnusableError("empty", NO_ANSWER, "")
     return found
+
+
+def _tools(value: Mapping[str, Any]) -> list[Any] | None:
+    """The tools that the conversation may call, also by OpenAI's older name `functions`; None without any."""
+    given = {name: _list(value.get(name), name) for name in ("tools", "functions")}
+    found = {name: [each] if isinstance(each, dict) and each else each for name, each in given.items() if each}
+    for name, tools in found.items():
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise UnusableError("broken", f"{name} that are no list of objects", f"its {name} are no list of objects")
+    if len(found) > 1:
+        raise UnusableError("broken", "tools and functions", "expected one of them")
+    if "functions" in found:
+        return [{"type": "function", "function": function} for function in found["functions"]]
+    return found.get("tools")
 
 
 def _sharegpt(value: Mapping[str, Any]) -> Any:
@@ -201,28 +247,36 @@ def _calls(text: Any, index: int) -> list[dict[str, Any]]:
 
 
 def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
-    prompt, completion = value["prompt"], value["completion"]
+    prompt, completion = (_member(value, names) for names in _OTHERS["prompt"])
     if isinstance(prompt, list) and isinstance(completion, list):
         return _conversation([*prompt, *completion], value, where, len(prompt))
+    prompt = _with_more(prompt, value)
     messages = _with_system(value, [_said("user", prompt), _said("assistant", completion)])
     return _conversation(messages, value, where)
 
 
 def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    question, more = value["instruction"], value.get("input")
-    is_number = isinstance(more, int) or (isinstance(more, float) and math.isfinite(more))
-    if is_number and not isinstance(more, bool):
-        more = str(more)  # as a column of a table is read whose texts are all numbers
-    if more is not None and not isinstance(more, str):
-        raise UnusableError("broken", "an input that is no text", f"its input is a {type(more).__name__}")
-    if more and more.strip() and isinstance(question, str):
-        question = f"{question}\n\n{more}"
+    question = _with_more(value["instruction"], value)
     messages = []
     for turn in value.get("history") or []:
         if not isinstance(turn, list | tuple) or len(turn) != 2:
             raise UnusableError("broken", "a history that is no list of pairs", "expected [[question, answer], ...]")
         messages += [_said("user", turn[0]), _said("assistant", turn[1])]
-    return _with_system(value, [*messages, _said("user", question), _said("assistant", value["output"])])
+    return _with_system(
+        value, [*messages, _said("user", question), _said("assistant", _member(value, _OTHERS["instruction"][1]))]
+    )
+
+
+def _with_more(question: Any, value: Mapping[str, Any]) -> Any:
+    """A question and, below it, the text that it is about."""
+    more = _member(value, _MORE)
+    is_number = isinstance(more, int) or (isinstance(more, float) and math.isfinite(more))
+    if is_number and not isinstance(more, bool):
+        more = str(more)  # as a column of a table is read whose texts are all numbers
+    if more is not None and not isinstance(more, str):
+        name = _names_in(value, _MORE)[0]
+        raise UnusableError("broken", f"{name} that is no text", f"its {name} is a {type(more).__name__}")
+    return f"{question}\n\n{more}" if more and more.strip() and isinstance(question, str) else question
 
 
 def _said(role: str, content: Any) -> dict[str, Any]:
@@ -317,8 +371,8 @@ def _numbers(values: Any) -> bool:
 
 
 def _list(value: Any, name: str) -> Any:
-    """A list that a cell of CSV, or a column of a data set, may hold as JSON."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
+    """A list, or an object, that a cell of CSV, or a column of a data set, may hold as JSON."""
+    if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):

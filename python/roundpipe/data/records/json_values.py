@@ -8,13 +8,15 @@ from typing import IO, Any
 
 _PIECE_CHARACTERS = 1 << 20
 _LONGEST_VALUE = 1 << 26  # characters; a list that breaks off would otherwise be read to its end
+_ABOUT = frozenset({"version", "name", "title", "description", "license", "source", "url", "split", "language", "date"})
 _SPACE = " \t\r\n"
 
 
 def json_values(file: IO[str]) -> Iterator[tuple[Any, int]]:
     """Yields the values of a list, or values that follow each other, and the line where each begins.
 
-    A single object whose only list of objects is one of its members stands for that list.
+    A single object whose only list of objects is one of its members stands for that list; beside it may be texts about
+    the whole, such as a version.
 
     Raises:
         ValueError: what follows is not JSON; the text begins with the line.
@@ -55,7 +57,7 @@ def _elements(reader: _Reader) -> Iterator[tuple[Any, int]]:
 def _records_in(value: Any, line: int) -> Iterator[tuple[Any, int]]:
     if isinstance(value, dict):
         lists = [each for each in value.values() if isinstance(each, list) and each and isinstance(each[0], dict)]
-        texts = [name for name, each in value.items() if isinstance(each, str)]
+        texts = [name for name, each in value.items() if isinstance(each, str) and name.lower() not in _ABOUT]
         roles = [each for each in lists if {"role", "from"} & each[0].keys()]
         if len(lists) == 1 and not roles and not texts:
             yield from ((each, line) for each in lists[0])

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
+import json
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
@@ -21,6 +25,7 @@ _RECORDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "json", ".parquet": 
 _TEXTS = (".txt", ".text")
 _PIECE_CHARACTERS = 1 << 20  # a longer text is tokenized in pieces that end with a line
 _LONGEST_CELL = 1 << 26
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _PARQUET_ROWS = 256
 
 
@@ -72,9 +77,10 @@ def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
             yield from _parquet(path, note)
             return
         with _opened(path) as file:
-            if kind == "lines":
-                yield from (Record(value, where) for where, value in json_lines(file, str(path), note))
-            elif kind == "json":
+            if kind == "lines" and not _begins_a_list(file):
+                for where, value in json_lines(file, str(path), note):
+                    yield from _of_line(value, where)
+            elif kind in ("lines", "json"):
                 yield from _json(path, file, note)
             elif kind == "csv":
                 yield from _csv(path, file, note)
@@ -82,14 +88,68 @@ def records_of(path: Path, lines: bool, note: Note) -> Iterator[Record]:
                 yield from (Record(line, where) for where, line in decoded_lines(file, str(path), note))
             else:
                 yield from _text(path, file, note)
+    except UnicodeDecodeError:
+        note("not UTF-16, as its beginning says", str(path))
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         note("a damaged gzip file", f"{path} ({error})")
     except OSError as error:
         raise ValueError(f"[data] cannot read {path}: {error.strerror}") from None
 
 
-def _opened(path: Path) -> IO[bytes]:
+@contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of the file in UTF-8, or as they are."""
+    with _uncompressed(path) as file:
+        first = file.read(2)
+        file.seek(0)
+        if first not in _UTF_16:
+            yield file
+            return
+        with tempfile.TemporaryFile() as recoded, io.TextIOWrapper(file, encoding="utf-16", newline="") as text:
+            while piece := text.read(_PIECE_CHARACTERS):
+                recoded.write(piece.encode(errors="surrogatepass"))
+            recoded.seek(0)
+            yield cast(IO[bytes], recoded)
+
+
+def _uncompressed(path: Path) -> IO[bytes]:
     return cast(IO[bytes], gzip.open(path, "rb")) if path.suffix.lower() == ".gz" else open(path, "rb")
+
+
+def is_utf16(path: Path) -> bool:
+    """Whether a file of text says at its beginning that it is UTF-16, as which it is read."""
+    if kind_of(path) == "parquet":
+        return False
+    try:
+        with _uncompressed(path) as file:
+            return file.read(2) in _UTF_16
+    except (EOFError, OSError, zlib.error):
+        return False  # which reading it will say
+
+
+def _begins_a_list(file: IO[bytes]) -> bool:
+    """Whether a file that is called one of lines is one list over several lines. It stays at its beginning."""
+    first = file.readline().decode("utf-8-sig", errors="replace").strip()
+    while first == "" and (line := file.readline()):
+        first = line.decode(errors="replace").strip()
+    file.seek(0)
+    if not first.startswith("["):
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return True
+    return False
+
+
+def _of_line(value: Any, where: str) -> Iterator[Record]:
+    """The records of a line: one, or the elements of a list; a list of messages is one."""
+    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
+        yield Record(value, where)
+    elif all("role" in each for each in value):
+        yield Record({"messages": value}, where)
+    else:
+        yield from (Record(each, f"{where}[{number}]") for number, each in enumerate(value))
 
 
 def _json(path: Path, file: IO[bytes], note: Note) -> Iterator[Record]:

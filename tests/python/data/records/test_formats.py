@@ -63,6 +63,43 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "messages with a system beside them": ({"messages": [ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
     "the same system twice": ({"messages": [SYSTEM, ASKED, ANSWERED], "system": "s"}, [SYSTEM, ASKED, ANSWERED]),
     "prompt": ({"prompt": "q", "completion": "a"}, [ASKED, ANSWERED]),
+    "a question and its answer": ({"question": "q", "answer": "a", "id": 3}, [ASKED, ANSWERED]),
+    "a question about a text": (
+        {"context": "more", "question": "q", "answer": "a"},
+        [{"role": "user", "content": "q\n\nmore"}, ANSWERED],
+    ),
+    "a query and a response": ({"query": "q", "response": "a", "answer": "a"}, [ASKED, ANSWERED]),
+    "Dolly": ({"instruction": "q", "context": "", "response": "a", "category": "qa"}, [ASKED, ANSWERED]),
+    "Dolly with a context": (
+        {"instruction": "q", "context": "more", "response": "a"},
+        [{"role": "user", "content": "q\n\nmore"}, ANSWERED],
+    ),
+    "calls by OpenAI's older names": (
+        {
+            "messages": [
+                ASKED,
+                {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": {"a": 1}}},
+                {"role": "function", "name": "add", "content": "1"},
+                ANSWERED,
+            ]
+        },
+        [
+            ASKED,
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}],
+            },
+            {"role": "tool", "name": "add", "content": "1"},
+            ANSWERED,
+        ],
+    ),
+    "an answer first": ({"messages": [OTHER, ASKED, ANSWERED]}, [OTHER, ASKED, ANSWERED]),
+    "two turns of one role": ({"messages": [ASKED, ASKED, ANSWERED, OTHER]}, [ASKED, ASKED, ANSWERED, OTHER]),
+    "a system in the middle": (
+        {"messages": [ASKED, ANSWERED, SYSTEM, ASKED, OTHER]},
+        [ASKED, ANSWERED, SYSTEM, ASKED, OTHER],
+    ),
     "prompt of messages": ({"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]}, [SYSTEM, ASKED, ANSWERED]),
     "instruction": ({"instruction": "q", "input": "", "output": "a"}, [ASKED, ANSWERED]),
     "an input of a column of numbers": (
@@ -89,6 +126,10 @@ def test_tools_and_options_are_handed_on() -> None:
     for written in (tools, json.dumps(tools)):
         found = item({"messages": [ASKED, ANSWERED], "tools": written, "chat_template_kwargs": {"think": False}})
         assert found.tools == tools and found.template_options == {"think": False}
+    for written in ([], "", "[]", {}, None):
+        assert item({"messages": [ASKED, ANSWERED], "tools": written}).tools is None
+    assert item({"messages": [ASKED, ANSWERED], "functions": [{"name": "add"}]}).tools == tools
+    assert item({"conversations": TURN, "tools": json.dumps(tools[0])}).tools == tools
 
 
 PAIRS: dict[str, dict[str, Any]] = {
@@ -136,7 +177,22 @@ BROKEN = [
     ("messages", "x", "a text, not a record of messages", ""),
     ("messages", {"messages": "x"}, "no list of messages", ""),
     ("messages", {"messages": "[x"}, "messages that are a text and not JSON", ""),
-    ("messages", {"messages": [ASKED, ASKED]}, "the role 'user' behind 'user'", "message 1"),
+    ("messages", {"messages": [{**ANSWERED, "function_call": "add"}]}, "a function_call that is no call", "'add'"),
+    (
+        "messages",
+        {"messages": [{**ANSWERED, "function_call": {"arguments": {}}}]},
+        "a function_call that is no call",
+        "",
+    ),
+    ("messages", {"messages": [ASKED, ANSWERED], "tools": [{}], "functions": [{"a": 1}]}, "tools and functions", ""),
+    (
+        "prompt",
+        {"question": "q", "answer": "a", "response": "b"},
+        "several members of completion, response, answer",
+        "",
+    ),
+    ("instruction", {"instruction": "q", "context": ["x"], "response": "a"}, "context that is no text", "is a list"),
+    ("instruction", {"instruction": "q"}, "a record without output or response", "has the members instruction"),
     ("messages", {"messages": [{"role": "bot", "content": ""}]}, "a role that is not known", "'bot'"),
     ("messages", {"messages": [{"role": "user"}]}, "a message without role or content", "message 0"),
     ("messages", {"messages": [{**ASKED, "content": [{"type": "image"}]}]}, "a content that is no text", "is a list"),
@@ -148,7 +204,7 @@ BROKEN = [
     ("sharegpt", {"conversations": [{**TURN[0], "content": "x"}]}, "a turn with value and content", "which differ"),
     ("sharegpt", {"conversations": [{**TURN[0], "role": "gpt"}]}, "a speaker that is not known", "'human'"),
     ("sharegpt", {"conversations": [{"from": ["x"]}]}, "a speaker that is not known", "turn 0"),
-    ("instruction", {"instruction": "q", "input": float("nan"), "output": "a"}, "an input that is no text", "float"),
+    ("instruction", {"instruction": "q", "input": float("nan"), "output": "a"}, "input that is no text", "float"),
     ("sharegpt", {"conversations": TURN, "system": 4}, "a system that is no text", "is a int"),
     (
         "sharegpt",
@@ -157,7 +213,7 @@ BROKEN = [
         "turn 1",
     ),
     ("messages", {"messages": [SYSTEM, ASKED, ANSWERED], "system": "t"}, "a system beside messages that begin", ""),
-    ("instruction", {"instruction": "q", "input": ["x"], "output": "a"}, "an input that is no text", "is a list"),
+    ("instruction", {"instruction": "q", "input": ["x"], "output": "a"}, "input that is no text", "is a list"),
     ("tokens", {"input_ids": [1, 2], "completion_mask": [1]}, "completion_mask that is not a 0 or 1 for each", ""),
     ("tokens", {"input_ids": [1, 2], "assistant_masks": [2, 0]}, "assistant_masks that is not a 0 or 1 for each", ""),
     ("prompt", {"prompt": 3, "completion": "a"}, "a content that is no text", "is a int"),
