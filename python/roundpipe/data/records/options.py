@@ -22,7 +22,7 @@ class DataOptions:
         fields: renames members before a record is looked at, each as "name=member": "prompt=question" takes the
             record's `question` as its `prompt`, "text=body" its `body` as its `text`.
         held_out: records to hold out for evaluation, chosen from all over: a share below 1, or a number of records
-            from 1. 0 holds nothing out. Any share holds out at least one record.
+            from 1. 0 holds nothing out. Any share holds out at least one record; of a single text, its last samples.
         overlong: what becomes of a record of more than `max_length` tokens. "cut": a text becomes several samples,
             anything else loses its end; "drop" leaves it out; "error" ends the preparation.
         train_on: which tokens of a conversation have labels: the assistant's, or "all".

@@ -21,7 +21,7 @@ from roundpipe.data.records.options import DataOptions as DataOptions
 from roundpipe.data.records.sources import sources_of
 from roundpipe.data.records.store import FILES, SampleFiles
 from roundpipe.data.records.summary import DataSummary as DataSummary
-from roundpipe.data.records.views import HeldOutSamples, TrainSamples, held_out_records
+from roundpipe.data.records.views import HeldOutSamples, TrainSamples, held_out_samples
 from roundpipe.data.samples import SampleStore
 from roundpipe.files import new_folder, read_json
 
@@ -95,9 +95,9 @@ def prepare(
         _remove(folder)
     with new_folder(folder, "data") as temporary:
         summary = convert(found, tokenizer, options, temporary, progress)
-        held = held_out_records(summary.records, options.held_out, options.seed)
-        summary.held_out_records = len(held)
-        summary.held_out_samples = len(SampleFiles(temporary, summary.pairs).samples_of(held))
+        files = SampleFiles(temporary, summary.pairs)
+        summary.held_out_records, held = held_out_samples(files, summary.records, options.held_out, options.seed)
+        summary.held_out_samples = len(held)
         document = {
             "schema": _SCHEMA,
             "version": _VERSION,
@@ -134,7 +134,7 @@ def open_prepared(folder: str | Path, weights: Sequence[Fraction], options: Data
             f"[data] {folder} has {len(files)} samples of {files.records} records, expected {summary.samples} of "
             f"{summary.records}; remove the folder, and prepare the data again"
         )
-    held = files.samples_of(held_out_records(summary.records, options.held_out, options.seed))
+    _, held = held_out_samples(files, summary.records, options.held_out, options.seed)
     if len(summary.sources) != len(weights):
         raise ValueError(
             f"[data] {folder} was prepared from {len(summary.sources)} sources, expected {len(weights)}; give the same "

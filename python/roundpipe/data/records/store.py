@@ -113,7 +113,7 @@ class SampleFiles:
     def __init__(self, folder: Path, pairs: bool) -> None:
         self._tokens = _core.TokenFile(str(folder / _TOKENS))
         self._runs = _core.TokenFile(str(folder / _RUNS))
-        self._pairs = pairs
+        self.pairs = pairs
         try:
             self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")
         except (OSError, ValueError) as error:
@@ -122,7 +122,7 @@ class SampleFiles:
             raise ValueError(f"[data] the files of {folder} do not belong together; prepare the data again")
 
     def __len__(self) -> int:
-        return self._tokens.documents // (2 if self._pairs else 1)
+        return self._tokens.documents // (2 if self.pairs else 1)
 
     @property
     def records(self) -> int:
@@ -139,7 +139,7 @@ class SampleFiles:
 
     def samples_of(self, records: Numbers) -> Numbers:
         """The numbers of the samples of these records, in this order."""
-        if self._pairs:
+        if self.pairs:
             return records
         begins = self._firsts[records].astype(np.int64)
         last = records + 1 == self.records
@@ -151,13 +151,13 @@ class SampleFiles:
 
     def lengths(self, samples: Numbers) -> Numbers:
         """Tokens of these samples; of a pair, both answers' together."""
-        if self._pairs:
+        if self.pairs:
             return self._tokens.lengths(2 * samples) + self._tokens.lengths(2 * samples + 1)
         return self._tokens.lengths(samples)
 
     def sample(self, number: int) -> dict[str, Any]:
         """A sample's `input_ids` and `labels`; of a pair, those of `chosen` and of `rejected`."""
-        if self._pairs:
+        if self.pairs:
             return {"chosen": self._document(2 * number), "rejected": self._document(2 * number + 1)}
         return self._document(number)
 

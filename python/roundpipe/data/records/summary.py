@@ -106,7 +106,8 @@ class DataSummary:
     def __str__(self) -> str:
         """A few lines for people."""
         counts = f"{self.records:,} records, {self.samples:,} samples, {self.tokens:,} tokens, {self.counted:,} count"
-        lines = [counts + (f", {self.held_out_records:,} records held out" if self.held_out_records else "")]
+        held = f"{self.held_out_records:,} records" if self.held_out_records else f"the last {self.held_out_samples:,}"
+        lines = [counts + (f", {held} held out" if self.held_out_samples else "")]
         for source in self.sources:
             lines.append(f"{source.name}: {source.read:,} read as {source.format or 'nothing'}, {source.used:,} used")
             for kind in (*KINDS, "notes"):

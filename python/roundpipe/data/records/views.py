@@ -39,6 +39,20 @@ def held_out_records(records: int, held_out: float, seed: int) -> Numbers:
     return np.sort(_core.held_out_order(records, repr(seed)).at(np.arange(wanted)))
 
 
+def held_out_samples(files: SampleFiles, records: int, held_out: float, seed: int) -> tuple[int, Numbers]:
+    """How many records are held out, and the numbers of their samples, ascending; of one record that is several
+    samples, as a long text is, the last samples.
+
+    Raises:
+        ValueError: nothing would be left to train on.
+    """
+    if records == 1 and 0 < held_out < 1 and len(files) > 1 and not files.pairs:
+        last = min(len(files) - 1, max(1, round(len(files) * held_out)))
+        return 0, np.arange(len(files) - last, len(files))
+    held = held_out_records(records, held_out, seed)
+    return len(held), files.samples_of(held)
+
+
 class _View(SampleStore):
     def __init__(self, files: SampleFiles, longest: int, identity: str) -> None:
         self._files, self._longest, self._identity = files, longest, identity

@@ -12,6 +12,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import normalizers, processors
 
 import roundpipe
@@ -80,6 +82,112 @@ def test_texts_are_cut_without_a_loss(tmp_path: Path) -> None:
         write(tmp_path / "b.txt", "one", "two"), tmp_path / "lines", max_length=8, documents="line", ends=False
     )
     assert texts(lines.train) == ["one", "two"]
+
+
+def test_the_end_of_a_single_text_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 20)
+    data = made(tmp_path / "a.txt", tmp_path / "out", max_length=21, held_out=0.2)
+    assert (len(data.train), len(data.held_out)) == (8, 2) and "the last 2 held out" in str(data.summary)
+    assert texts(data.held_out)[-1].endswith("9<eos>")
+    again = made(tmp_path / "a.txt", tmp_path / "out", max_length=21, held_out=0.2)
+    assert again.reused and same(again.held_out, data.held_out) and same(again.train, data.train)
+    with pytest.raises(ValueError, match="1 of 1 records would be held out"):
+        made(tmp_path / "a.txt", tmp_path / "one", max_length=512, held_out=0.2)
+
+
+def test_a_shape_that_is_not_known_names_what_to_type(tmp_path: Path) -> None:
+    shapes: dict[str, Any] = {
+        "--fields prompt=Q --fields completion=A": {"Q": "q", "A": "a", "id": 3},
+        "--fields text=body": {"body": "t"},
+        "--fields messages=dialog": {"dialog": [{"role": "user", "content": "q"}], "name": "x"},
+        "--fields 'text=the text'": {"the text": "t"},
+        "--fields prompt=MEMBER": {"a": 1},
+    }
+    for line, record in shapes.items():
+        path = write(tmp_path / "a.jsonl", record)
+        with pytest.raises(ValueError, match=f"say what they are, such as {line}"):
+            made(path, tmp_path / "out", max_length=64)
+    path = write(tmp_path / "a.jsonl", shapes["--fields prompt=Q --fields completion=A"])
+    data = made(path, tmp_path / "out", max_length=64, fields=("prompt=Q", "completion=A"))
+    assert texts(data.train) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"]
+
+
+ODD = st.one_of(
+    st.none(),
+    st.integers(-3, 3),
+    st.floats(),
+    st.text("ab \n", max_size=4),
+    st.just("x" * 700),
+    st.lists(st.text("ab", max_size=2), max_size=2),
+    st.dictionaries(st.sampled_from("ab"), st.integers(0, 2), max_size=2),
+)
+WORDS = st.text("abc", min_size=1, max_size=5)
+TURNS = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "system", "tool", "function", "bot"]), "content": WORDS | ODD},
+    optional={"weight": st.sampled_from([0, 1, 2]), "name": WORDS, "function_call": ODD},
+)
+SHAPES: dict[str, Any] = {
+    "messages": {"messages": st.lists(TURNS, max_size=4) | ODD},
+    "sharegpt": {
+        "conversations": st.lists(
+            st.fixed_dictionaries(
+                {"from": st.sampled_from(["human", "gpt", "observation", "x"]), "value": WORDS | ODD}
+            ),
+            max_size=3,
+        )
+    },
+    "prompt": {"prompt": WORDS | ODD, "completion": WORDS | ODD},
+    "question": {"question": WORDS | ODD, "answer": WORDS | ODD},
+    "instruction": {"instruction": WORDS | ODD, "output": WORDS | ODD},
+    "dolly": {"instruction": WORDS | ODD, "response": WORDS | ODD},
+    "text": {"text": WORDS | ODD},
+}
+MORE = {"system": WORDS | ODD, "input": WORDS | ODD, "context": ODD, "tools": ODD, "id": ODD}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_odd_records_are_learnt_as_they_render_or_counted(
+    shape: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    record = st.fixed_dictionaries(SHAPES[shape], optional=MORE)
+    odd = data.draw(st.lists(record, min_size=1, max_size=8))
+    form = {"question": "prompt", "dolly": "instruction"}.get(shape, shape)
+    folder = tmp_path_factory.mktemp("odd")
+    known = {
+        "messages": talk("q", "a"),
+        "sharegpt": {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    }
+    good = known.get(shape, dict.fromkeys(SHAPES[shape], "a"))
+    path = write(folder / "a.jsonl", good, *odd)
+    found = made(path, folder / "out", max_length=512, format=form, overlong="drop")
+    (source,) = found.summary.sources
+    counted = sum(sum(getattr(source, kind).reasons.values()) for kind in ("broken", "empty"))
+    left_out = sum(count for reason, count in source.overlong.reasons.items() if reason.startswith("left out"))
+    assert source.read == len(odd) + 1 == source.used + counted + left_out
+    places = [place for kind in ("broken", "empty") for each in getattr(source, kind).places.values() for place in each]
+    places += [
+        place for reason, each in source.overlong.places.items() if reason.startswith("left out") for place in each
+    ]
+    assert all(place.startswith(str(path)) for place in places)
+    lost = {int(place.removeprefix(f"{path}:").split(" ")[0]) for place in places}
+    rendered = iter(texts(found.train))
+    for line, each in enumerate([good, *odd], start=1):
+        if line in lost:
+            continue
+        text = next(rendered)
+        assert all(words in text for words in spoken(each)), (each, text)
+
+
+def spoken(record: dict[str, Any]) -> list[str]:
+    """All texts of a record that a model is to see."""
+    turns = record.get("messages") or record.get("conversations") or []
+    found = [each for turn in turns for each in (turn.get("content"), turn.get("value"))]
+    found += [record.get(name) for name in ("prompt", "completion", "question", "answer", "output", "response", "text")]
+    found += [record.get("instruction"), None if "text" in record else record.get("system")]
+    found += [record.get(name) for name in ("input", "context") if not turns and "text" not in record]
+    return [each for each in found if isinstance(each, str) and each.strip()]
 
 
 def test_a_long_text_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,7 +418,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "none").mkdir()
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "x.md").touch()
-    for given, message in (
+    for source, message in (
         ("x.jsonl", "x.jsonl is not there"),
         (f"{tmp_path}/x", "is not there"),
         (tmp_path / "none", "has no files"),
@@ -321,7 +429,7 @@ def test_sources_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("a:b:c:d", "names no data set"),
     ):
         with pytest.raises(ValueError, match=rf"^\[data\] .*{message}"):
-            made([given], tmp_path / "out", max_length=64)
+            made([source], tmp_path / "out", max_length=64)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for name in ("owner/name-2.5", "owner/name:test", "owner/name:part:test"):
         with pytest.raises(ValueError, match=rf"^\[data\] datasets cannot load {name}: "):
@@ -339,7 +447,7 @@ def test_no_record_is_in_two_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
     table = datasets.Dataset.from_list([talk("q", "a"), talk("q", "b")])
     table.save_to_disk(tmp_path / "saved")
     records = [talk("q", "a")]
-    for given, twice in (
+    for sources, twice in (
         ([path, f"{path}=0.5"], f"{path} is given twice"),
         ([path, "data/../data/a.jsonl"], f"{path} and data/../data/a.jsonl are the same"),
         ([path, link], f"{path} and {link} are the same"),
@@ -349,7 +457,7 @@ def test_no_record_is_in_two_sources(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ([records, records], "list is given twice"),
     ):
         with pytest.raises(ValueError, match=rf"^\[data\] {re.escape(twice)}, expected it once.* give .* a weight"):
-            made(given, tmp_path / "out", max_length=64)
+            made(sources, tmp_path / "out", max_length=64)
     (tmp_path / "data" / "b.jsonl").symlink_to("a.jsonl")
     with pytest.raises(ValueError, match=r"data/a\.jsonl and data/b\.jsonl are the same"):
         made("data", tmp_path / "out", max_length=64)

@@ -39,6 +39,35 @@ def test_lines_of_json(tmp_path: Path) -> None:
     assert bad == [("not JSON", ":4"), ("not UTF-8", ":5"), ("not JSON", ":6")]
 
 
+def test_lists_in_files_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    said = [{"role": "user", "content": "q"}]
+    path.write_text("\n".join(json.dumps(each) for each in ([{"a": 1}, {"a": 2}], said, {"a": 3}, [], [4])))
+    found = [
+        ({"a": 1}, ":1[0]"),
+        ({"a": 2}, ":1[1]"),
+        ({"messages": said}, ":2"),
+        ({"a": 3}, ":3"),
+        ([], ":4"),
+        ([4], ":5"),
+    ]
+    assert read(path) == (found, [])
+    path.write_text("\n" + json.dumps([{"a": 1}, {"a": 2}], indent=1))
+    assert read(path) == ([({"a": 1}, ":3"), ({"a": 2}, ":6")], [])
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-be", "utf-16-le"])
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.jsonl.gz"])
+def test_utf_16(coding: str, name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    text = "a,b\né,🌍\n" if "csv" in name else "é 🌍\n" if "txt" in name else '{"a": "é 🌍"}\n'
+    data = ("" if coding == "utf-16" else "\ufeff").encode(coding) + text.encode(coding)
+    path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    expected: Any = {"a": "é", "b": "🌍"} if "csv" in name else text if "txt" in name else {"a": "é 🌍"}
+    found, bad = read(path)
+    assert [value for value, _ in found] == [expected] and bad == [] and reading.is_utf16(path)
+
+
 @pytest.mark.parametrize(
     ("text", "values", "bad"),
     [
@@ -46,6 +75,8 @@ def test_lines_of_json(tmp_path: Path) -> None:
         ('[{"a": 1},\n\n {"a": 2}]\n', [({"a": 1}, ":1"), ({"a": 2}, ":3")], []),
         ('{"a": 1}\n{"a": 2}', [({"a": 1}, ":1"), ({"a": 2}, ":2")], []),
         ('{"version": 1,\n "data": [{"a": 1}, {"a": 2}]}', [({"a": 1}, ":1"), ({"a": 2}, ":1")], []),
+        ('{"version": "2",\n "data": [{"a": "x"}]}', [({"a": "x"}, ":1")], []),
+        ('{"text": "2", "data": [{"a": "x"}]}', [({"text": "2", "data": [{"a": "x"}]}, ":1")], []),
         ('{"messages": [{"role": "user"}]}', [({"messages": [{"role": "user"}]}, ":1")], []),
         (
             '[{"a": 1},\n{"a" 2},\n{"a": 3}]',
