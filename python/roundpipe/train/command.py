@@ -34,6 +34,15 @@ class TrainOptions(TrainConfig):
             show_default=False,
         ),
     ] = None
+    show: Annotated[
+        int | None,
+        typer.Option(
+            help="Print so many samples, with what is learnt of them marked, and end.",
+            metavar="N",
+            min=1,
+            show_default=False,
+        ),
+    ] = None
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in --out, with its configuration, or begin."),
@@ -79,9 +88,14 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
     if options.print_config:
         typer.echo(written_config(config), nl=False)
         return
-    config.require_run()
+    config.require_run(to_train=options.show is None)
     try:
-        if options.dry_run:
+        if options.show is not None:
+            from roundpipe.train.shown import show
+
+            show(config, options.show, typer.echo)
+            code = 0
+        elif options.dry_run:
             from roundpipe.train.dry_run import dry_run
 
             code = 0 if dry_run(config, options.resume, typer.echo, options.machine) else 1

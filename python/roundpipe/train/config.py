@@ -239,9 +239,9 @@ class TrainConfig:
         """The values that are the same on every node of a run; the others are about one machine."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in _OF_A_MACHINE}
 
-    def require_run(self) -> None:
-        """Raises ValueError unless the model, the data and the folder of the run are known."""
-        for name in ("model", "data", "out"):
+    def require_run(self, *, to_train: bool = True) -> None:
+        """Raises ValueError unless the model, the data and, to train, the folder of the run are known."""
+        for name in ("model", "data", "out") if to_train else ("model", "data"):
             if not getattr(self, name) and not (name == "model" and self.adapter):
                 raise ValueError(f"[train] --{name} is not given, expected it, or `{name}` in a file for --config")
 

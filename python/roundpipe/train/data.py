@@ -30,7 +30,8 @@ class RunData:
     Attributes:
         train: of the steps; remembers its position.
         held_out: of an evaluation; empty without held-out data.
-        held_out_samples: that these batches are made of.
+        samples: that the batches of steps are made of.
+        held_out_samples: that those of an evaluation are made of.
         steps: the number of steps.
         summary: what was read, for reports.
         outdated: whether a run that goes on has samples of data that has changed since.
@@ -38,6 +39,7 @@ class RunData:
 
     train: Batches
     held_out: Batches | list[Any]
+    samples: Sequence[Any]
     held_out_samples: Sequence[Any]
     steps: int
     summary: DataSummary
@@ -109,7 +111,7 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
     train = Batches(found.train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(train) if config.steps is None else config.steps
     held_out: Batches | list[Any] = Batches(found.held_out, **sizes) if len(found.held_out) else []
-    return RunData(train, held_out, found.held_out, steps, found.summary, found.outdated)
+    return RunData(train, held_out, found.train, found.held_out, steps, found.summary, found.outdated)
 
 
 def _prepared(config: TrainConfig, tokenizer: Any, options: DataOptions, folder: Path, goes_on: bool) -> PreparedData:

@@ -33,6 +33,7 @@ from roundpipe.train.run_folder import (
     RunFolder,
 )
 from roundpipe.train.samples import Samples, make_prompts
+from roundpipe.train.shown import marked
 from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases, imported_tensorboard, imported_wandb
 
 EXIT_OK, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 130
@@ -73,6 +74,8 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
     if nodes.is_first:
         print(data.summary, flush=True)
+        for example in data.summary.examples[:1]:
+            print(f"a sample ({example.where}), what is learnt is marked:\n{marked(example.pieces)}", flush=True)
     if data.outdated:
         print(
             f"[train] the data or the tokenizer has changed since the run began: it goes on with the samples in "

@@ -1,0 +1,49 @@
+"""Samples as text, with what is learnt of them marked, so that a mistake in the data is seen before a run."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from roundpipe.data.samples import IGNORED
+from roundpipe.train.config import TrainConfig
+from roundpipe.train.data import read_data
+from roundpipe.train.model import tokenizer_of
+from roundpipe.train.nodes import RunNodes
+from roundpipe.train.run_folder import DATA_FOLDER
+
+_BEGIN, _END = "\u27e6", "\u27e7"
+_BOLD, _PLAIN = "\x1b[1;32m", "\x1b[0m"
+
+
+def marked(pieces: Iterable[tuple[str, bool]]) -> str:
+    """The text of pieces, with \u27e6 \u27e7 around those that are learnt; on a terminal, they are green as well."""
+    begin, end = (_BOLD + _BEGIN, _END + _PLAIN) if sys.stdout.isatty() else (_BEGIN, _END)
+    return "".join(f"{begin}{text}{end}" if is_learnt else text for text, is_learnt in pieces)
+
+
+def show(config: TrainConfig, count: int, say: Callable[[str], None]) -> None:
+    """Reads the data, says what became of it, and shows the first samples whole. Writes nothing into the run's folder.
+
+    Raises:
+        ValueError: the data cannot be used.
+    """
+    tokenizer = tokenizer_of(config)
+    with tempfile.TemporaryDirectory() as temporary:
+        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, RunNodes.alone())
+        say(str(data.summary))
+        for number, sample in enumerate(islice(data.samples, count), start=1):
+            say(f"sample {number} of {len(data.samples):,}, what is learnt between {_BEGIN} {_END}:")
+            say(marked(_pieces(tokenizer, sample)))
+
+
+def _pieces(tokenizer: Any, sample: Any) -> list[tuple[str, bool]]:
+    tokens = zip(sample["input_ids"].tolist(), sample["labels"].tolist(), strict=True)
+    return [
+        (str(tokenizer.decode([token for token, _ in group])), is_learnt)
+        for is_learnt, group in groupby(tokens, lambda pair: pair[1] != IGNORED)
+    ]
