@@ -228,7 +228,7 @@ void check_range(const TrainingOption& option, const OptionValue& value) {
   if (const auto* const text = std::get_if<std::string>(&value)) {
     const bool is_choice = std::ranges::find(option.choices, *text) != option.choices.end();
     if (option.is_size && !is_choice && !is_size(*text)) {
-      refuse(option.name, value, "a size above 0 with a unit, such as 20GB");
+      refuse(option.name, value, "bytes above 0 and their unit, such as 20GB");
     }
     if (!option.is_size && !option.choices.empty() && !is_choice) {
       refuse(option.name, value, concat("one of ", joined(option.choices, ", ")));

@@ -305,7 +305,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "host memory": ({"host_memory": "1KB"}, "expected at most 1000 B, the --host-memory"),
     "host memory without a unit": ({"host_memory": "12", "model": "/nowhere"}, "--host-memory"),
     "no host memory": ({"host_memory": "0"}, "--host-memory is 0"),
-    "a device's memory without a unit": ({"device_memory": "20"}, "--device-memory is 20, expected a size above 0"),
+    "a device's memory without a unit": ({"device_memory": "20"}, "--device-memory is 20, expected bytes above 0"),
     "little memory of a device": ({"device_memory": "1KB"}, "the --device-memory"),
     "a dropout that is no number": (
         {"lora": True, "lora_dropout": "-nan"},

@@ -376,7 +376,7 @@ def test_what_does_not_fit_the_model_is_refused_before_data_is_read(
 @pytest.mark.parametrize("size", ["20", "0", "0GB", "much", "-1GB"])
 def test_budgets_that_are_no_sizes_are_refused_by_name(name: str, size: str) -> None:
     flag = name.replace("_", "-")
-    with pytest.raises(ValueError, match=rf"--{flag} is {size}, expected a size above 0 with a unit, such as 20GB"):
+    with pytest.raises(ValueError, match=rf"--{flag} is {size}, expected bytes above 0 and their unit, such as 20GB"):
         TrainConfig(**{name: size})  # type: ignore[arg-type]
 
 
