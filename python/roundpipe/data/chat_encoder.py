@@ -121,12 +121,10 @@ class ChatEncoder:
 
     def _drafts(self, template: ChatTemplate, conversation: Conversation, notes: list[str]) -> list[Draft]:
         chat = RenderedChat(template, conversation)
-        whole = Draft(chat.text(len(chat.messages)), [])
+        whole = Draft(chat.whole, [])
         _note(notes, *_unseen(conversation, whole.text))
-        closing = template.closing if not chat.messages[-1].get("tool_calls") else ""
         if self._everything:
-            is_answer = chat.messages[-1]["role"] == "assistant"
-            text = whole.text + (closing if is_answer else "")
+            text = whole.text + _closing(template, chat.messages[-1])
             return [Draft(text, [(0, len(text))])]
         alone = []
         for index, message in enumerate(chat.messages):
@@ -143,12 +141,12 @@ class ChatEncoder:
             _note(notes, *_unlearnt(template, index, message, with_it[begin:]))
             end = _end(template, whole.text, with_it, begin, message, notes)
             if end is None:
-                ended = with_it + closing
+                ended = with_it + _closing(template, message)
                 alone.append(Draft(ended, [(begin, len(ended))]))
                 _note(notes, SPLIT)
             else:
                 if is_last:
-                    whole.text += closing
+                    whole.text += _closing(template, message)
                     end = len(whole.text)
                 elif not template.ends:
                     end = template.own_at(whole.text, end)
@@ -177,11 +175,10 @@ class ChatEncoder:
             for index, (begin, end) in zip(spoken, stretches, strict=True):
                 if not conversation.learns(index):
                     learnt[begin:end] = [False] * (end - begin)
-        text = chat.text(len(chat.messages))
-        notes = _unseen(conversation, text)
+        notes = _unseen(conversation, chat.whole)
         for index in spoken:
             if conversation.learns(index):
-                _note(notes, *_unlearnt(template, index, chat.messages[index], text))
+                _note(notes, *_unlearnt(template, index, chat.messages[index], chat.whole))
         endings = [str(self._tokenizer.decode(tokens[max(begin, end - 2) : end])) for begin, end in stretches]
         if not all(template.has_own(ending) for ending in endings):
             _note(notes, NO_END)
@@ -208,6 +205,11 @@ class ChatEncoder:
 
     def _numbers(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+
+def _closing(template: ChatTemplate, message: dict[str, Any]) -> str:
+    """What is written behind the last message, if it is an answer, to end it."""
+    return template.closing if message["role"] == "assistant" and not message.get("tool_calls") else ""
 
 
 def _begin(template: ChatTemplate, chat: RenderedChat, index: int, with_it: str, notes: list[str]) -> int:

@@ -129,6 +129,7 @@ class RenderedChat:
 
     Attributes:
         messages: in that form.
+        whole: the text of all of them.
 
     Raises:
         UnusableError: the template fails.
@@ -137,21 +138,21 @@ class RenderedChat:
     def __init__(self, template: ChatTemplate, conversation: Conversation) -> None:
         self._template, self._conversation = template, conversation
         failed: UnusableError | None = None
-        taken: list[list[dict[str, Any]]] = []
+        taken: list[tuple[list[dict[str, Any]], str]] = []
         for form in _forms(conversation.messages):
             self.messages = form
             try:
-                text = self.text(len(form))
+                self.whole = self.text(len(form))
             except UnusableError as error:
                 failed = failed or error
                 continue
-            if all(name in text for message in form for name in called(message)):
+            if all(name in self.whole for message in form for name in called(message)):
                 return
-            taken.append(form)
+            taken.append((form, self.whole))
         if not taken:
             assert failed is not None
             raise failed
-        self.messages = taken[0]
+        self.messages, self.whole = taken[0]
 
     def text(self, count: int, ask: bool = False) -> str:
         """The first messages; `ask`: with what has an answer begin. Raises UnusableError if the template fails."""

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.chat_encoder import NO_THOUGHTS, SHORTER, SPLIT, ChatEncoder, EncodedChat
+from roundpipe.data.chat_encoder import NO_END, NO_THOUGHTS, NO_TOOLS, SHORTER, SPLIT, UNSEEN, ChatEncoder, EncodedChat
+from roundpipe.data.chat_tokens import APART, FIRST_LETTERS
 from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
 from roundpipe.data.samples import IGNORED
 from tiny_chat import TEMPLATE, byte_tokenizer, learnt, talk
@@ -164,6 +166,78 @@ def test_marks_of_a_template_are_those_of_transformers() -> None:
     assert sample["input_ids"] == expected["input_ids"]
     assert [label != IGNORED for label in sample["labels"]] == [bool(mark) for mark in expected["assistant_masks"]]
     assert all_learnt(found) == [["é 🌍<|im_end|>", "c<|im_end|>"]] and found.notes == [NO_THOUGHTS]
+
+
+LINES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def merging(pieces: Any, merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    """A tokenizer in which a space and a letter may be one token."""
+    letters = sorted({*pre_tokenizers.ByteLevel.alphabet(), "\u2581", "\n"})
+    vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in merges)])}
+    inner = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    inner.pre_tokenizer = pieces
+    is_bytes = isinstance(pieces, pre_tokenizers.ByteLevel)
+    inner.decoder = decoders.ByteLevel() if is_bytes else decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, chat_template=LINES, eos_token="<eos>", pad_token="<eos>")
+
+
+def test_a_token_of_the_prompt_and_the_answer_is_cut_as_generation_cuts_it() -> None:
+    tokenizer = merging(
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False), [("\u0120", "t"), ("h", "r")]
+    )
+    (found,) = ChatEncoder(tokenizer).encode([Conversation(talk("a", "three"), "here")])
+    assert isinstance(found, EncodedChat) and found.notes == [NO_END, APART]
+    (sample,) = found.samples
+    asked = tokenizer.apply_chat_template(talk("a"), tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert sample["input_ids"][: len(asked)] == asked
+    assert sample["labels"][: len(asked)] == [IGNORED] * len(asked)
+    assert tokenizer.decode(sample["labels"][len(asked) :]) == "three\n"
+    whole = tokenizer.apply_chat_template(talk("a", "three"), tokenize=True, return_dict=False)
+    assert sample["input_ids"] != whole and tokenizer.decode(sample["input_ids"]) == tokenizer.decode(whole)
+
+
+def test_a_tokenizer_that_writes_a_space_before_each_text_says_what_is_not_learnt() -> None:
+    tokenizer = merging(pre_tokenizers.Metaspace(prepend_scheme="first", split=False), [("\u2581", "t")])
+    (found,) = ChatEncoder(tokenizer).encode([Conversation(talk("a", "three"), "here")])
+    assert isinstance(found, EncodedChat) and FIRST_LETTERS in found.notes
+    assert "hree" in tokenizer.decode([each for each in found.samples[0]["labels"] if each != IGNORED])
+
+
+def test_arguments_of_calls_are_objects_or_texts_as_the_template_wants() -> None:
+    def calling(arguments: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        return [*talk("2 + 2?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+
+    expected = '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>\n'
+    for arguments in ({"a": 2}, '{"a": 2}'):
+        assert all_learnt(encoded(CALLS, calling(arguments))) == [[expected]]
+    as_text = CALLS.replace("{{ call.function | tojson }}", "{{ call.function.name + call.function.arguments }}")
+    for arguments in ({"a": 2}, '{"a": 2}'):
+        assert all_learnt(encoded(as_text, calling(arguments))) == [['<call>add{"a": 2}</call><|im_end|>\n']]
+    with pytest.raises(UnusableError, match="writes nothing of message 1"):
+        encoded(TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }} "), calling({"a": 2}))
+
+
+def test_what_a_template_leaves_out_is_noted() -> None:
+    silent = (
+        "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    )
+    silent += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    found = encoded(
+        silent, talk("a", "b", system="be brief"), tools=[{"type": "function", "function": {"name": "add"}}]
+    )
+    assert found.notes == [NO_TOOLS, UNSEEN] and all_learnt(found) == [["b<|im_end|>\n"]]
+    assert encoded(silent, talk("a", "b", "c", "d")).notes == []
+
+
+def test_an_answer_may_come_first() -> None:
+    for template in (TEMPLATE, HEADERS):
+        found = encoded(template, [{"role": "assistant", "content": "hello"}, *talk("a", "b")])
+        assert [text[0] for text in all_learnt(found)[0]] == ["h", "b"] and found.notes == []
 
 
 def test_a_bad_conversation_does_not_disturb_its_neighbours() -> None:
