@@ -18,7 +18,17 @@ struct PackedCodes {
     } else {
       for (int i = 0; i < (count + 1) / 2; ++i) word |= static_cast<unsigned>(bytes[i]) << (8 * i);
     }
+#ifdef ROUNDPIPE_ON_CARD
     for (int i = 0; i < kVector; ++i) to[i] = (word >> (4 * (kHighFirst ? i ^ 1 : i))) & 15u;
+#else
+    Unsigneds words, shifts;  // one by one, codes would go through memory
+    for (int i = 0; i < kVector; ++i) {
+      words[i] = word;
+      shifts[i] = static_cast<unsigned>(4 * (kHighFirst ? i ^ 1 : i));
+    }
+    const Unsigneds found = (words >> shifts) & 15u;
+    __builtin_memcpy(to, &found, sizeof(found));
+#endif
   }
   ROUNDPIPE_CODE static void write(unsigned char* codes, Int64 to, int count, const unsigned* from) {
     for (int i = 0; 2 * i < count; ++i) {
