@@ -45,6 +45,9 @@ std::string FallBack::next() {
     }
     return candidate.folder;
   }
+  if (passed_.empty() && files_.look(folder_).kind == EntryKind::kNothing) {
+    throw Error(concat("[load_checkpoint] ", folder_, " is not there, expected a checkpoint or the folder of a run"));
+  }
   std::string why;
   if (!passed_.empty()) why = concat("; the newest one: ", passed_.front().problem);
   throw Error(concat("[load_checkpoint] ", folder_,

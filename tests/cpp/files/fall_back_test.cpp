@@ -81,7 +81,12 @@ TEST_CASE("fall back: one checkpoint is taken as it is, or not at all") {
   FallBack damaged(folder / "step-2", told.tell());
   CHECK(contains(error_of<Error>([&] { damaged.next(); }), "step-2] has no manifest.json"));
   FallBack nothing(folder / "none", told.tell());
-  CHECK(error_of<Error>([&] { nothing.next(); })
+  CHECK(error_of<Error>([&] {
+          nothing.next();
+        }).ends_with("none is not there, expected a checkpoint or the folder of a run"));
+  std::filesystem::create_directory(folder / "none");
+  FallBack empty(folder / "none", told.tell());
+  CHECK(error_of<Error>([&] { empty.next(); })
             .ends_with("none has no checkpoint that is whole, expected step-N with "
                        "all its files"));
   CHECK(told.lines.empty());

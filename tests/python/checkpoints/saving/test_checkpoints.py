@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(trained: Training,
         load(tmp_path, model)
     with pytest.raises(ValueError, match="expected no other objects"):
         load(tmp_path, model, weights_only=True, **schedules)
-    with pytest.raises(RoundPipeError, match="no checkpoint that is whole"):
+    with pytest.raises(RoundPipeError, match="nothing is not there, expected a checkpoint or the folder of a run"):
         load(tmp_path / "nothing", model, optimizer)
     assert_same_state(other.final() | {"drawn": before["drawn"]}, before)
     smaller = RoundPipe(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), name="resumed")
