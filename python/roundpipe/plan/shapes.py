@@ -34,7 +34,7 @@ from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan.shape_meter import ShapeMeter
 from roundpipe.quantise import encode_weights
 from roundpipe.quantise.adapters import add_adapters
-from roundpipe.quantise.modules import plain_class
+from roundpipe.quantise.modules import count_parameters, plain_class
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -184,14 +184,13 @@ def measure(
             raise
         raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
     trained = [index for index, layer in enumerate(layers) if layer.size.gradients]
-    parameters = list(model.parameters())
     return ModelShapes(
         name=name,
         tokens=tokens,
         layers=layers,
         first_trained=trained[0] if trained else len(layers),
-        parameters=sum(p.numel() for p in parameters),
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
+        parameters=count_parameters(model),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
         model=model,
         arithmetic=walk.arithmetic_text(),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -24,6 +26,15 @@ def decoded_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     encodings, parameters = encodings_of(model), dict(model.named_parameters())
     parts = {name: [parameters.pop(name + suffix) for suffix in each.suffixes] for name, each in encodings.items()}
     return [*parameters.items(), *((name, each.values(parts[name])) for name, each in encodings.items())]
+
+
+def count_parameters(model: nn.Module) -> int:
+    """How many numbers the parameters of a model are; those of encoded ones count, not their codes."""
+    parameters, count = dict(model.named_parameters()), 0
+    for name, encoding in encodings_of(model).items():
+        parts = [parameters.pop(name + suffix) for suffix in encoding.suffixes]
+        count += math.prod(encoding.sizes(parts))
+    return count + sum(parameter.numel() for parameter in parameters.values())
 
 
 def encodings_of(model: nn.Module) -> dict[str, _core.Encoding]:

@@ -251,6 +251,7 @@ def test_plans_count_the_bytes_of_the_files(folder: Callable[[str], Path], tmp_p
     assert planned(out).host == encoded.host
     moved = [[layer.weight_bytes for layer in each.fit.request.costs.layers] for each in (planned(out), encoded)]
     assert moved[0] == moved[1]
+    assert planned(out).shapes.parameters == encoded.shapes.parameters == plain.shapes.parameters
     ours = encoded_bytes(load(out))
     assert plain.host.weights - encoded.host.weights == ours.decoded - ours.encoded
     for model, options, message in (
