@@ -5,6 +5,7 @@
 #include <ATen/core/grad_mode.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/saving/contents.h>
 
 namespace roundpipe {
 
