@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from roundpipe.checkpoints.runs.lines import Lines, read_lines
 from roundpipe.plan.performance.pictures import Span
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
-from roundpipe.train.progress import Screen, duration
+from roundpipe.train.progress import Screen, StepLine, duration, parts_of
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.samples import make_prompts
 from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases
@@ -131,18 +133,65 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
         "after 5 steps: held-out loss 1.2500",
     ]
     assert lines[0].endswith(
-        "loss 1.5000  norm 0.25  rate 0.001  10 tokens/s  devices 50% busy  3.00 GB a device, 2.00 GB host  3:00 left"
+        "loss 1.5000  10 tokens/s  3:00 left  norm 0.25  rate 0.001  devices 50% busy  3.00 GB a device, 2.00 GB host"
     )
     assert (duration(59.6), duration(3909)) == ("1:00", "1:05:09")
 
 
-def test_a_bar_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "200")
-    with Screen(steps=5, after_step=2, log_every=1) as screen:
+def shown_line(width: int, parts: list[str]) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    return "".join(segment.text for segment in console.render(StepLine(123, 4000, parts)))
+
+
+PARTS = parts_of(made_step(), left_s=3432, held_out="held out 1.2500")
+
+
+def test_the_first_parts_of_a_line_matter_most() -> None:
+    assert PARTS[:4] == ["loss 1.5000", "50 tokens/s", "57:12 left", "held out 1.2500"]
+    assert sorted(PARTS) == sorted([*STEP.text().split("  "), "57:12 left", "held out 1.2500"])
+    scaled = StepRecord(3, 1.5, 0.25, 1e-3, seconds=2.0, tokens=100, loss_scale=64.0, skipped_steps=1)
+    assert parts_of(scaled, 1)[:2] == PARTS[:2] and "scale 64" in parts_of(scaled, 1)
+
+
+@pytest.mark.parametrize("width", range(60, 201))
+def test_a_line_fits_the_terminal(width: int) -> None:
+    line = shown_line(width, PARTS)
+    assert len(line) < width
+    head, *shown = [part for part in line.split("  ") if part.strip(" ━╸╺")]
+    assert head.startswith("step 123/4000")
+    assert [part.strip() for part in shown] == PARTS[: len(shown)] and len(shown) >= 3
+    if len(shown) < len(PARTS):
+        assert len(line) + len("  " + PARTS[len(shown)]) >= width, "there was room for one more"
+
+
+def test_a_narrow_line_drops_from_the_end() -> None:
+    assert "loss 1.5000" in shown_line(40, PARTS) and "left" not in shown_line(40, PARTS)
+    assert "step 123/4000" in shown_line(20, PARTS)
+
+
+def test_a_bar_on_a_terminal_follows_its_width() -> None:
+    console = Console(
+        file=io.StringIO(), width=200, force_terminal=True, color_system=None, _environ={"TERM": "screen"}
+    )
+    file: Any = console.file
+    with Screen(steps=5, after_step=2, log_every=1, console=console) as screen:
         screen.on_step(STEP)
-    shown = capsys.readouterr().out
-    assert "3/5" in shown and "loss 1.5000" in shown
+        screen._live.refresh()
+        assert "3/5" in file.getvalue() and "GB host" in file.getvalue()
+        before = len(file.getvalue())
+        console.width = 60
+        screen._live.refresh()
+        assert "tokens/s" in file.getvalue()[before:] and "GB host" not in file.getvalue()[before:]
+        screen.on_evaluation(EvaluationRecord(3, 1.25, 77))
+        assert "after 3 steps: held-out loss 1.2500" in file.getvalue()
+
+
+def test_a_terminal_without_a_cursor_gets_lines() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "dumb"})
+    file: Any = console.file
+    with Screen(steps=5, after_step=2, log_every=1, console=console) as screen:
+        screen.on_step(STEP)
+    assert file.getvalue().startswith("step 3/5  loss 1.5000  50 tokens/s  0:04 left  norm 0.25")
 
 
 def test_prompts_are_the_beginnings_of_what_is_held_out() -> None:
