@@ -22,6 +22,7 @@ from roundpipe.plan.command import plan
 from roundpipe.selftest.command import selftest
 from roundpipe.train.command import train
 from roundpipe.train.demo.command import demo
+from roundpipe.train.train_help import TrainCommand
 
 app = typer.Typer(
     name="roundpipe",
@@ -49,7 +50,7 @@ def options(
 
 
 app.command("demo", cls=OnceEach)(demo)
-app.command("train", cls=OnceEach)(of_fields(train))
+app.command("train", cls=TrainCommand)(of_fields(train))
 app.command("plan", cls=OnceEach)(of_fields(plan))
 app.command("selftest", cls=OnceEach)(of_fields(selftest))
 app.command("export", cls=OnceEach)(of_fields(export))

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.train_help import show_all
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,10 @@ class TrainOptions(TrainConfig):
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on from the newest checkpoint in --out, with its configuration, or begin."),
+    ] = False
+
+    help_all: Annotated[
+        bool, typer.Option("--help-all", callback=show_all, is_eager=True, help="Show all options in their groups.")
     ] = False
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from roundpipe.files import read_toml
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.option_names import instead_of, option_of
 
 _WIDTH = 110
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -22,20 +23,28 @@ def read_config(path: str | Path) -> dict[str, Any]:
     """The values that a file sets, by field.
 
     Raises:
-        ValueError: the file cannot be read, has a key that is unknown, or a value of another type.
+        ValueError: the file cannot be read, has a key that is unknown, a value twice under two names, or a value of
+            another type.
     """
     document = read_toml(path, "train", "a configuration file, as --print-config writes it")
     hints = typing.get_type_hints(TrainConfig)
+    values: dict[str, Any] = {}
     for key, value in document.items():
-        if key not in hints:
+        name = option_of(key)
+        if name in values:
+            raise ValueError(f"[train] {path} gives {name} twice, also as another name of it, expected it once")
+        if name not in hints:
+            if (instead := instead_of(key)) is not None:
+                raise ValueError(f"[train] {path} has the key '{key}', expected {instead[0]}: {instead[1]}")
             near = difflib.get_close_matches(key.replace("-", "_"), hints, n=1, cutoff=0.5)
             meant = f"; did you mean {near[0]}?" if near else "; --print-config lists all keys"
             raise ValueError(f"[train] {path} has the key '{key}', expected one of a run's configuration{meant}")
-        if not _fits(value, hints[key]):
+        if not _fits(value, hints[name]):
             raise ValueError(
-                f"[train] {key} in {path} is {json.dumps(value, default=str)}, expected {_name(hints[key])}"
+                f"[train] {key} in {path} is {json.dumps(value, default=str)}, expected {_name(hints[name])}"
             )
-    return {key: float(value) if _is_float(hints[key]) else value for key, value in document.items()}
+        values[name] = float(value) if _is_float(hints[name]) else value
+    return values
 
 
 def written_config(config: TrainConfig) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import runpy
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -16,6 +17,7 @@ from roundpipe.cli import app
 from roundpipe.train.command import TrainOptions
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import read_config, written_config
+from roundpipe.train.option_names import _INSTEAD, ALIASES, FIRST, NEEDED
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -68,9 +70,51 @@ def test_every_value_is_an_option_and_in_the_printed_file() -> None:
     for field in dataclasses.fields(TrainConfig):
         assert f"\n{field.name} = " in text or f"\n# {field.name} =\n" in text
     # Where PY_COLORS or FORCE_COLOR is set, the help is in colours, which may begin within a name.
-    help_text = click.unstyle(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).output)
+    help_text = click.unstyle(CliRunner().invoke(app, ["train", "--help-all"], env={"COLUMNS": "200"}).output)
     for field in dataclasses.fields(TrainConfig):
         assert "--" + field.name.replace("_", "-") in help_text
+
+
+def test_the_help_begins_with_what_matters() -> None:
+    text = click.unstyle(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "120"}).output)
+    options = {field.name for field in dataclasses.fields(TrainOptions)}
+    shown = {name for name in options if f" --{name.replace('_', '-')} " in text}
+    assert shown == {*NEEDED, *FIRST, "config", "help_all"}
+    assert len(NEEDED) == 3 and len(FIRST) == 10
+    assert f"{len(options) - len(shown)} more options" in text
+
+
+def test_names_that_people_know_are_accepted(tmp_path: Path) -> None:
+    text = printed("--lr", "1e-3", "--max-seq-length", "64", "--output-dir", "here", "--train-file", "a")
+    (tmp_path / "printed.toml").write_text(text)
+    (tmp_path / "known.toml").write_text('lr = 1e-3\nmax_length = 64\noutput_dir = "here"\ntrain_file = ["a"]\n')
+    expected = TrainConfig(learning_rate=1e-3, length=64, out="here", data=["a"])
+    for file in ("printed.toml", "known.toml"):
+        assert TrainConfig(**read_config(tmp_path / file)) == expected
+
+
+def test_other_names_are_of_one_option() -> None:
+    fields = {field.name for field in dataclasses.fields(TrainConfig)}
+    others = [name for names in ALIASES.values() for name in names]
+    assert len({*others, *_INSTEAD, *fields}) == len(others) + len(_INSTEAD) + len(fields)
+    assert {*ALIASES, *(option for option, _ in _INSTEAD.values())} <= fields
+
+
+def test_an_option_is_given_once_by_any_name(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["train", "--lr", "1", "--learning-rate", "1", "--print-config"])
+    assert result.exit_code == 2 and "--learning-rate is given twice" in click.unstyle(result.output)
+    (tmp_path / "run.toml").write_text("lr = 1.0\nlearning_rate = 1.0\n")
+    with pytest.raises(ValueError, match="gives learning_rate twice"):
+        read_config(tmp_path / "run.toml")
+
+
+def test_an_option_of_other_trainers_is_led_on(tmp_path: Path) -> None:
+    for option in ("--batch-size", "--per-device-train-batch-size=8"):
+        refused = CliRunner().invoke(app, ["train", option]).exception
+        assert re.match(r"\[train\] --\S*batch-size is no option here, expected --batch-tokens: ", str(refused))
+    (tmp_path / "run.toml").write_text("gradient_accumulation_steps = 4\n")
+    with pytest.raises(ValueError, match=r"^\[train\] .* 'gradient_accumulation_steps', expected batch_tokens: "):
+        read_config(tmp_path / "run.toml")
 
 
 @pytest.mark.parametrize(
