@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import html
-import math
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,16 +14,12 @@ from typing import Any
 import roundpipe
 from roundpipe.files import write_text
 from roundpipe.plan.performance.pictures import Span, legend_of, svg_of
+from roundpipe.plan.sizes import unit_of
+from roundpipe.train.charts import STYLE, Chart
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.progress import duration
 
-_WIDTH, _HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 30
-_MOST_POINTS = 1000
-_COLOURS = ("#1d4e89", "#e07b39")
 _PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors")
-
-Points = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -61,10 +56,10 @@ def write_report(path: Path, report: RunReport) -> None:
     sections = [_summary(report), _curves(report), _samples(report.samples), _timeline(report), _memory(report)]
     sections += [_section("Data", _text(report.data)), _section("Configuration", _configuration(report.config))]
     sections.append(_section("Versions", _table(_versions(report.devices))))
-    write_text(path, _PAGE.format(title=html.escape(title), sections="\n".join(filter(None, sections))))
+    write_text(path, _PAGE.format(title=html.escape(title), charts=STYLE, sections="\n".join(filter(None, sections))))
 
 
-def _of(lines: Sequence[dict[str, Any]], name: str, factor: float = 1.0) -> Points:
+def _of(lines: Sequence[dict[str, Any]], name: str, factor: float = 1.0) -> list[tuple[float, float]]:
     """A metric by step, without values that are not finite."""
     return [(line["step"], factor * line[name]) for line in lines if line.get(name) is not None]
 
@@ -92,70 +87,46 @@ def _curves(report: RunReport) -> str:
     speeds = [
         (line["step"], line["tokens"] / line["seconds"]) for line in lines if line.get("seconds") and line.get("tokens")
     ]
-    pictures = [
-        ("loss", [("training", _of(lines, "loss")), ("held out", _of(lines, "evaluation_loss"))]),
-        ("learning rate", [("learning rate", _of(lines, "learning_rate"))]),
-        ("norm of the gradients", [("norm", _of(lines, "grad_norm"))]),
-        ("scale of the loss", [("scale", _of(lines, "loss_scale"))]),
-        ("tokens a second", [("tokens a second", speeds)]),
-        ("devices busy, %", [("busy", _of(lines, "devices_busy", 100))]),
-        (
-            "memory, GB",
-            [("fullest device", _of(lines, "device_bytes", 1e-9)), ("host process", _of(lines, "host_bytes", 1e-9))],
+    charts = [
+        Chart(
+            "loss",
+            "How wrong the model's predictions are: it should fall. Where held-out data gets worse while training gets "
+            "better, the model learns by heart.",
+            [("training", _of(lines, "loss")), ("held out", _of(lines, "evaluation_loss"))],
+            from_zero=False,
         ),
+        Chart(
+            "learning rate",
+            "How far a step moves the weights, as the schedule says.",
+            [("learning rate", _of(lines, "learning_rate"))],
+        ),
+        Chart(
+            "norm of the gradients",
+            "How strongly a batch pulls at the weights, before clipping. Single peaks are usual, a steady rise is not.",
+            [("norm", _of(lines, "grad_norm"))],
+        ),
+        Chart(
+            "scale of the loss",
+            "What losses are multiplied by, so that float16 holds small gradients. It falls after an overflow.",
+            [("scale", _of(lines, "loss_scale"))],
+        ),
+        Chart("tokens a second", "The speed of training. First steps may take longer.", [("tokens a second", speeds)]),
+        Chart(
+            "devices busy, %",
+            "The share of time in which devices compute. If it is low, they wait for links, the optimizer or data.",
+            [("busy", _of(lines, "devices_busy", 100))],
+            top=100,
+        ),
+        _bytes_chart("memory of the fullest device", "The most that a device has had in use.", lines, "device_bytes"),
+        _bytes_chart("memory of the host process", "With the weights and the optimizer.", lines, "host_bytes"),
     ]
-    shown = [_curve(name, curves) for name, curves in pictures if any(points for _, points in curves)]
-    return _section("Curves", '<div class="curves">' + "\n".join(shown) + "</div>")
+    return _section("Curves", '<div class="curves">' + "\n".join(chart.figure() for chart in charts) + "</div>")
 
 
-def _curve(name: str, curves: Sequence[tuple[str, Points]]) -> str:
-    """One chart over the steps."""
-    curves = [(label, _thinned(points)) for label, points in curves if points]
-    xs = [x for _, points in curves for x, _ in points]
-    ys = [y for _, points in curves for _, y in points]
-    left, right, low, high = min(xs), max(xs), min(ys), max(ys)
-    if high == low:
-        low, high = low - (abs(low) or 1) / 10, high + (abs(high) or 1) / 10
-    right = right if right > left else left + 1
-
-    def place(x: float, y: float) -> str:
-        across = _LEFT + (x - left) / (right - left) * (_WIDTH - _LEFT - _RIGHT)
-        down = _TOP + (high - y) / (high - low) * (_HEIGHT - _TOP - _BOTTOM)
-        return f"{across:.1f},{down:.1f}"
-
-    parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{html.escape(name)}">']
-    for tick in range(5):
-        y = low + (high - low) * tick / 4
-        at = place(left, y).split(",")[1]
-        parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at}" y2="{at}" stroke="#ddd"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{at}" dy="4" text-anchor="end">{y:.4g}</text>')
-        x = left + (right - left) * tick / 4
-        at = place(x, low).split(",")[0]
-        parts.append(f'<text x="{at}" y="{_HEIGHT - 10}" text-anchor="middle">{x:,.0f}</text>')
-    for colour, (_, points) in zip(_COLOURS, curves, strict=False):
-        path = " ".join(place(x, y) for x, y in points)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.6"/>')
-        if len(points) < 40:
-            for x, y in points:
-                across, down = place(x, y).split(",")
-                parts.append(
-                    f'<circle cx="{across}" cy="{down}" r="2.5" fill="{colour}">'
-                    f"<title>step {x:,.0f}: {y:.6g}</title></circle>"
-                )
-    parts.append("</svg>")
-    legend = "".join(
-        f'<span><i style="background:{colour}"></i>{html.escape(label)}</span>'
-        for colour, (label, _) in zip(_COLOURS, curves, strict=False)
-    )
-    caption = f'{html.escape(name)} <span class="legend">{legend}</span>'
-    return f"<figure><figcaption>{caption}</figcaption>{''.join(parts)}</figure>"
-
-
-def _thinned(points: Points) -> Points:
-    """At most so many points as a chart can show: means of neighbours."""
-    size = math.ceil(len(points) / _MOST_POINTS)
-    groups = [points[at : at + size] for at in range(0, len(points), size)]
-    return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
+def _bytes_chart(name: str, note: str, lines: Sequence[dict[str, Any]], metric: str) -> Chart:
+    points = _of(lines, metric)
+    unit, unit_name = unit_of(round(max((y for _, y in points), default=0)))
+    return Chart(f"{name}, {unit_name}", note, [(name, [(x, y / unit) for x, y in points])])
 
 
 def _samples(samples: Sequence[dict[str, Any]]) -> str:
@@ -167,7 +138,8 @@ def _samples(samples: Sequence[dict[str, Any]]) -> str:
         rows = [(f"step {sample['step']:,}", sample["text"]) for sample in mine]
         expected = [("the data", mine[0]["expected"])] if mine[0]["expected"] else []
         parts.append(_text(prompt) + _table([*rows, *expected]))
-    return _section("Samples", "\n".join(parts))
+    note = "What the model wrote at evaluations, with the most likely token each time, and what the data has there."
+    return _section("Samples", "\n".join(parts), note)
 
 
 def _timeline(report: RunReport) -> str:
@@ -176,18 +148,23 @@ def _timeline(report: RunReport) -> str:
     end_ms = max(span.end_ms for span in report.timeline) or 1.0
     picture = svg_of("the last step", report.timeline, end_ms)
     legend = f'<p class="legend">{legend_of(report.timeline)}</p>'
-    return _section("A step on the devices", legend + picture + (_text(report.step) if report.step else ""))
+    return _section(
+        "A step on the devices",
+        f'{legend}<div class="wide">{picture}</div>' + (_text(report.step) if report.step else ""),
+        "What each device did in the last step: the thick bars compute, the thin ones below move weights and values. "
+        "Gaps are time that it waits.",
+    )
 
 
 def _memory(report: RunReport) -> str:
-    return _section("Memory of the host", _text(report.host))
+    return _section("Memory of the host", _text(report.host), "What weights and the optimizer take there.")
 
 
 def _configuration(config: TrainConfig) -> str:
     values = dataclasses.asdict(config)
     changed = {name for name, value in values.items() if value != _defaults()[name]}
     rows = [(name + (" *" if name in changed else ""), "" if v is None else str(v)) for name, v in values.items()]
-    return _table(rows) + "<p>* differs from the default</p>"
+    return '<p class="note">* differs from the default</p>' + _table(rows)
 
 
 def _defaults() -> dict[str, Any]:
@@ -206,8 +183,9 @@ def _versions(devices: str) -> Iterable[tuple[str, str]]:
     yield "devices", devices
 
 
-def _section(title: str, body: str) -> str:
-    return f"<h2>{html.escape(title)}</h2>\n{body}"
+def _section(title: str, body: str, note: str = "") -> str:
+    explained = f'<p class="note">{html.escape(note)}</p>' if note else ""
+    return f"<h2>{html.escape(title)}</h2>\n{explained}{body}"
 
 
 def _text(text: str) -> str:
@@ -220,23 +198,19 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 _PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>
 <style>
-body {{ font: 14px system-ui, sans-serif; margin: 24px auto; max-width: 1360px; color: #1a1a1a; background: #fff; }}
-h1 {{ font-size: 18px; }}
-h2 {{ font-size: 15px; font-weight: 600; margin: 26px 0 6px; }}
-pre {{ background: #f4f5f7; padding: 8px; white-space: pre-wrap; }}
+body {{ font: 14px system-ui, sans-serif; margin: 24px auto; padding: 0 16px; max-width: 1360px; color: #1a1a1a; }}
+h1 {{ font-size: 18px; overflow-wrap: anywhere; }}
+h2 {{ font-size: 15px; font-weight: 600; margin: 30px 0 6px; }}
+pre {{ background: #f4f5f7; padding: 8px; white-space: pre-wrap; overflow-wrap: anywhere; }}
 table {{ border-collapse: collapse; }}
-th {{ text-align: left; font-weight: 500; vertical-align: top; white-space: nowrap; }}
+th {{ text-align: left; font-weight: 500; vertical-align: top; }}
 th, td {{ padding: 3px 18px 3px 0; border-bottom: 1px solid #eee; }}
-td {{ white-space: pre-wrap; }}
-.curves {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(420px, 1fr)); gap: 18px; }}
-figure {{ margin: 0; }}
-.legend span {{ display: inline-block; margin: 0 0 0 14px; }}
-.legend i {{ display: inline-block; width: 12px; height: 12px; margin-right: 5px; vertical-align: -1px; }}
-svg {{ display: block; width: 100%; height: auto; background: #f8f9fa; }}
-svg text {{ font: 11px system-ui, sans-serif; fill: #444; }}
-</style></head><body><h1>{title}</h1>
+td {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
+.wide {{ overflow-x: auto; }}
+.wide svg {{ min-width: 900px; }}
+{charts}</style></head><body><h1>{title}</h1>
 {sections}
 </body></html>
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 from rich.console import Console
 
 from roundpipe.checkpoints.runs.lines import Lines, read_lines
+from roundpipe.plan.performance.axes import around, tick_label, tick_step, ticks
 from roundpipe.plan.performance.pictures import Span
+from roundpipe.train.charts import Chart
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.loop import EvaluationRecord, StepRecord
 from roundpipe.train.progress import Screen, StepLine, duration, parts_of
@@ -207,6 +210,55 @@ def test_prompts_are_the_beginnings_of_what_is_held_out() -> None:
     assert not make_prompts(TrainConfig(samples=0), tokenizer, [chat])
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (0.0, 2e-5, ["0", "5e-6", "1e-5", "1.5e-5", "2e-5"]),
+        (1.62, 5.1, ["1", "2", "3", "4", "5", "6"]),
+        (4.0, 5.1, ["4.0", "4.5", "5.0", "5.5"]),
+        (0.0, 14300.0, ["0", "5,000", "10,000", "15,000"]),
+        (-0.05, 0.31, ["-0.1", "0", "0.1", "0.2", "0.3", "0.4"]),
+        (0.0, 3e9, ["0", "1e9", "2e9", "3e9"]),
+    ],
+)
+def test_ticks_are_round(low: float, high: float, labels: list[str]) -> None:
+    step = tick_step(high - low, 5)
+    assert [tick_label(tick, step) for tick in ticks(*around(low, high, step), step)] == labels
+
+
+def test_steps_are_whole_numbers() -> None:
+    assert tick_step(2, 5, whole=True) == 1 and tick_step(1235, 5, whole=True) == 500
+
+
+def drawn(chart: Chart) -> list[tuple[float, str, str]]:
+    """The labels of a chart: where they are, how they are anchored, and what they say."""
+    found = re.findall(r'<text x="([\d.]+)"[^>]*text-anchor="(\w+)">([^<]*)</text>', chart.figure())
+    return [(float(x), anchor, text) for x, anchor, text in found]
+
+
+@pytest.mark.parametrize("high", [3e-6, 0.5, 99.0, 65536.0, 1e6])
+def test_labels_of_a_chart_are_whole(high: float) -> None:
+    chart = Chart("speed", "note", [("a", [(1, high / 3), (4000, high)])])
+    width, room = 420, 6.0
+    for x, anchor, text in drawn(chart):
+        before, after = {"end": (1.0, 0.0), "middle": (0.5, 0.5)}[anchor]
+        assert x - before * room * len(text) >= 0 and x + after * room * len(text) <= width, text
+
+
+def test_a_chart_says_what_it_shows() -> None:
+    both = Chart(
+        "loss", "should <fall>", [("training", [(1, 2.0)]), ("held out", [(0, 3.0)])], from_zero=False
+    ).figure()
+    for expected in ("<figcaption>loss", "should &lt;fall&gt;", "training</span>", "held out</span>", ">step</text>"):
+        assert expected in both
+    assert "legend" not in Chart("norm", "note", [("norm", [(1, 2.0)])]).figure()
+    assert Chart("norm", "note", [("norm", [])]).figure() == ""
+    assert drawn(Chart("busy", "", [("busy", [(1, 93.0)])], top=100))[5][2] == "100"
+
+
+PICTURES = 8  # seven charts and a timeline
+
+
 class Page(HTMLParser):
     """Collects the text of a page and its attributes, and checks that every element is closed."""
 
@@ -254,7 +306,7 @@ def test_the_report_is_one_page_without_the_network(tmp_path: Path) -> None:
     text = (tmp_path / "report.html").read_text()
     page = Page(text)
     assert not page.links and "http" not in text and "<script" not in text and "url(" not in text
-    assert page.kinds.count("svg") == 7  # six charts and a timeline
+    assert page.kinds.count("svg") == PICTURES
     shown = "\n".join(page.texts)
     for expected in (
         "5.0000 before, 4.0000 after",
@@ -282,7 +334,7 @@ def looked_at_in_a_browser(path: Path) -> None:
     command += ["--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={path.parent / 'browser'}", path.as_uri()]
     drawn = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert "CONSOLE" not in drawn.stderr
-    assert drawn.stdout.count("<svg") == 7 and drawn.stdout.rstrip().endswith("</html>")
+    assert drawn.stdout.count("<svg") == PICTURES and drawn.stdout.rstrip().endswith("</html>")
 
 
 def test_a_report_of_a_run_without_steps(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from roundpipe.files import replacing, write_text
+from roundpipe.plan.performance.axes import tick_label, tick_step, ticks
 
 # Differ in lightness as well, so that they can be told apart without colours.
 COLOURS = {
@@ -25,6 +26,7 @@ COLOURS = {
 _MOST_PIXELS = 30_000
 # Rows with a name: matplotlib takes a minute to lay out a thousand.
 _MOST_NAMED = 128
+_MOST_TICKS = 10
 # Top and height in a device's row, as fractions of it; computation is drawn above the links.
 _COMPUTE = (0.0, 0.7)
 _PLACE = {"upload": (0.72, 0.13), "download": (0.87, 0.13)}
@@ -164,9 +166,9 @@ def _write_html(path: Path, title: str, rows: Sequence[tuple[str, Sequence[Span]
 
 def svg_of(name: str, spans: Sequence[Span], end_ms: float) -> str:
     """One panel as an SVG element for a page: a row for each device, from time 0 to `end_ms`."""
-    width, left, row_px = 1400, 70, 22
+    width, left, right, row_px = 1400, 70, 36, 22
     height = 1 + max((span.device for span in spans), default=0)
-    scale = (width - left - 10) / end_ms
+    scale = (width - left - right) / end_ms
     parts = [f'<svg viewBox="0 0 {width} {height * row_px + 24}" role="img" aria-label="{html.escape(name)}">']
     for device in range(height):
         parts.append(f'<text x="4" y="{device * row_px + 15}">device {device}</text>')
@@ -178,9 +180,10 @@ def svg_of(name: str, spans: Sequence[Span], end_ms: float) -> str:
             f'fill="{COLOURS[span.kind]}"><title>{span.kind}: {html.escape(span.label)}, '
             f"{span.start_ms:.1f} to {span.end_ms:.1f} ms</title></rect>"
         )
-    for tick in range(11):
-        at = end_ms * tick / 10
-        parts.append(f'<text x="{left + at * scale:.1f}" y="{height * row_px + 16}">{at:,.0f} ms</text>')
+    step = tick_step(end_ms, _MOST_TICKS)
+    for at in ticks(0.0, end_ms, step):
+        place = f'x="{left + at * scale:.1f}" y="{height * row_px + 16}" text-anchor="middle"'
+        parts.append(f"<text {place}>{tick_label(at, step)} ms</text>")
     parts.append("</svg>")
     return "\n".join(parts)
 
