@@ -123,7 +123,7 @@ def test_an_adapter_that_is_a_pickle_is_refused(saved: Path, tmp_path: Path) -> 
     torch.save(load_file(file), file.with_suffix(".bin"))
     assert torch.equal(logits(roundpipe.from_pretrained(file.parent)), logits(roundpipe.from_pretrained(saved)))
     file.unlink()
-    with pytest.raises(ValueError, match=r"holds only adapter_model\.bin, expected adapter_model\.safetensors"):
+    with pytest.raises(ValueError, match=r"only adapter_model\.bin, a pickle.*save_pretrained\('"):
         roundpipe.from_pretrained(file.parent)
 
 

@@ -197,10 +197,15 @@ def adapter_file(folder: Path) -> Path:
     path = folder / ADAPTER_FILE
     if not path.is_file():
         others = sorted(file.name for file in folder.glob("*.bin"))
-        found = f"only {', '.join(others)}" if others else "no weights"
+        if others:
+            raise CheckpointError(
+                f"[checkpoint] {folder} holds only {', '.join(others)}, a pickle, which is not read, as it can run any "
+                f"code; expected {ADAPTER_FILE} beside its config; if you trust it, peft writes one: "
+                f"PeftModel.from_pretrained(BASE, '{folder}').save_pretrained('{folder}')"
+            )
         raise CheckpointError(
-            f"[checkpoint] {folder} holds {found}, expected {ADAPTER_FILE} beside its config; save the adapter with "
-            "save_pretrained, which writes safetensors"
+            f"[checkpoint] {folder} holds no weights, expected {ADAPTER_FILE} beside its config; save the adapter with "
+            "save_pretrained of peft"
         )
     refuse_pointer(path)
     return path
