@@ -54,9 +54,11 @@ def new_folder(out: Path, where: str, size_bytes: int = 0) -> Iterator[Path]:
         out.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(out.parent).free
         if free < size_bytes:
+            from roundpipe import _core
+
             raise ValueError(
-                f"[{where}] {out.parent} has {free / 1e9:.2f} GB left, expected {size_bytes / 1e9:.2f} GB; "
-                "make room, or choose another folder"
+                f"[{where}] {out.parent} has {_core.format_bytes(free)} left, expected "
+                f"{_core.format_bytes(size_bytes)}; make room, or choose another folder"
             )
         temporary.mkdir()
     except OSError as error:

@@ -11,6 +11,7 @@ import typer
 
 from roundpipe.plan.options import PlanOptions
 from roundpipe.plan.performance import STAGES_LEGEND
+from roundpipe.plan.sizes import sized, sized_of, unit_of
 
 if TYPE_CHECKING:
     from roundpipe.plan.compare import Impossible
@@ -166,7 +167,7 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
     typer.echo(title)
     if shapes is not None:
         typer.echo(
-            f"  model      {shapes.parameters / 1e9:.2f} G parameters, {shapes.trained / 1e9:.2f} G train, "
+            f"  model      {_count(shapes.parameters)} parameters, {_count(shapes.trained)} train, "
             f"{shapes.tokens:,} tokens a microbatch"
         )
         typer.echo(f"  arithmetic {shapes.arithmetic}")
@@ -190,6 +191,10 @@ def _print_choice(title: str, report: dict[str, Any], shapes: ModelShapes | None
         typer.echo(
             f"  groups     with gradient_groups={more['gradient_groups']}: {more['less_time_percent']:.1f} % less time"
         )
+
+
+def _count(parameters: int) -> str:
+    return f"{parameters / 1e9:.2f} G" if parameters >= 1e8 else f"{parameters / 1e6:.2f} M"
 
 
 @dataclass(frozen=True)
@@ -227,9 +232,9 @@ class _MemoryReport:
         fit, host, room = self.planned.fit, self.planned.host, self.planned.options.host_bytes()
         short = []
         if room is not None and not self.planned.host_fits:
-            short.append(f"the host needs {_gb(host.total)} of {_gb(room)} GB")
+            short.append(f"the host needs {sized_of(host.total, room)}")
         if not fit.fits:
-            short.append(f"a device needs {_gb(fit.device.needed)} of {_gb(fit.memory)} GB")
+            short.append(f"a device needs {sized_of(fit.device.needed, fit.memory)}")
         if short:
             found = self.planned.change()
             change = "give it more memory, or take a smaller model" if found is None else f"it would with {found}"
@@ -241,10 +246,9 @@ class _MemoryReport:
             asked.append("--host-memory")
         if len(asked) == 2:
             return "not compared: give --memory and --host-memory"
-        of_host = "" if room is None else f" of {_gb(room)}"
-        of_device = f" of {_gb(fit.memory)}" if fit.memory else ""
-        line = f"fits (predicted): {_gb(fit.device.needed)}{of_device} GB on a device, "
-        line += f"{_gb(host.total)}{of_host} GB on the host"
+        on_device = sized_of(fit.device.needed, fit.memory) if fit.memory else sized(fit.device.needed)
+        on_host = sized(host.total) if room is None else sized_of(host.total, room)
+        line = f"fits (predicted): {on_device} on a device, {on_host} on the host"
         return f"{line}; not compared: {asked[0]}" if asked else line
 
 
@@ -252,16 +256,15 @@ def _names(rows: dict[str, int]) -> dict[str, int]:
     return {name.replace(" ", "_"): size for name, size in rows.items()}
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f}"
-
-
 def _table(rows: list[tuple[str, dict[str, int], int, int | None]]) -> list[str]:
     lines = []
     for title, sizes, total, there in rows:
         names = [*sizes, "together", "of"]
-        cells = [*map(_gb, sizes.values()), _gb(total), "-" if there is None else _gb(there)]
+        unit, unit_name = unit_of(total)
+        cells = ["-" if size is None else f"{size / unit:.2f}" for size in (*sizes.values(), total, there)]
         widths = [max(len(name), len(cell)) for name, cell in zip(names, cells, strict=True)]
-        lines.append(f"{'predicted, GB':16}" + "".join(f"  {n:>{w}}" for n, w in zip(names, widths, strict=True)))
+        lines.append(
+            f"{'predicted, ' + unit_name:16}" + "".join(f"  {n:>{w}}" for n, w in zip(names, widths, strict=True))
+        )
         lines.append(f"  {title:14}" + "".join(f"  {c:>{w}}" for c, w in zip(cells, widths, strict=True)))
     return lines

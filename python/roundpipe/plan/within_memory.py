@@ -19,6 +19,7 @@ from roundpipe.plan.model_folder import Train, is_model, measure_folder
 from roundpipe.plan.options import EFFORT_PER_SECOND, TOKENS, WITH_8BIT, PlanOptions
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes
+from roundpipe.plan.sizes import sized
 
 _LONGEST_ROW = 1 << 20
 # What a plan needs that does not fit may be less than what one needs that does.
@@ -56,7 +57,7 @@ class Planned:
         """The cheapest change of options with which it fits, which has been tried; None if none was found."""
         if not self.fit.fits and self.shapes is None and len(set(self.fit.memory_of_each)) > 1:
             # No option is about one of several devices that are not alike.
-            return f"{_enough(self.fit.device.needed)} on a device of {self.fit.memory / 1e9:.2f} GB"
+            return f"{_enough(self.fit.device.needed)} on a device of {sized(self.fit.memory)}"
         for changes in _changes(self):
             if plan_within_memory(dataclasses.replace(self.options, **changes)).fits:
                 return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())

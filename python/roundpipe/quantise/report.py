@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from roundpipe import _core
 from roundpipe.quantise.modules import encodings_of
 
 
@@ -28,8 +29,8 @@ class EncodedBytes:
         rest = sum(self.others.values())
         share = self.encoded / self.decoded if self.decoded else 0.0
         return (
-            f"{self.encoded / 1e9:.2f} GB encoded ({share:.1%} of {self.decoded / 1e9:.2f} GB), "
-            f"{rest / 1e9:.2f} GB of {len(self.others)} other parameters as they are"
+            f"{_core.format_bytes(self.encoded)} encoded ({share:.1%} of {_core.format_bytes(self.decoded)}), "
+            f"{_core.format_bytes(rest)} of {len(self.others)} other parameters as they are"
         )
 
 

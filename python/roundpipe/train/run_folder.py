@@ -67,8 +67,9 @@ class RunFolder:
         free = shutil.disk_usage(self.path).free
         if free < needed:
             raise ValueError(
-                f"[train] {self.path} has {free / 1e9:.2f} GB left, expected {needed / 1e9:.2f} GB for the result and "
-                f"{count} checkpoints of {checkpoint_bytes / 1e9:.2f} GB; make room, or choose another --out"
+                f"[train] {self.path} has {_core.format_bytes(free)} left, expected {_core.format_bytes(needed)} for "
+                f"the result and {count} checkpoint{'s' if count > 1 else ''} of "
+                f"{_core.format_bytes(checkpoint_bytes)}; make room, or choose another --out"
             )
 
     @contextmanager
@@ -85,8 +86,8 @@ class RunFolder:
         except OSError as error:
             self.release()
             raise ValueError(
-                f"[train] {self.path} cannot hold the result of {size_bytes / 1e9:.2f} GB: {error.strerror}; make "
-                "room, or choose another --out"
+                f"[train] {self.path} cannot hold the result of {_core.format_bytes(size_bytes)}: {error.strerror}; "
+                "make room, or choose another --out"
             ) from None
         try:
             yield
@@ -103,7 +104,12 @@ class RunFolder:
 
     def _checked(self, resume: bool) -> bool:
         """Whether there is a checkpoint to go on from, after what may not be there was refused."""
-        self._check(resume)
+        try:
+            self._check(resume)
+        except OSError as error:  # a name that is too long, a folder that may not be read
+            raise ValueError(
+                f"[train] --out is {str(self.path)[:200]}: {error.strerror}; expected a folder; choose another"
+            ) from None
         return resume and self.path.is_dir() and roundpipe.latest(self.path) is not None
 
     def _check(self, resume: bool) -> None:

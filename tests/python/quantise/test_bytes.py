@@ -66,4 +66,4 @@ def test_a_quarter_of_the_bytes_on_the_host_and_on_the_link(folder: Path) -> Non
         passes = round((uploaded - own_uploaded) / (linear - counted.encoded), 2)
         assert passes == round(passes) >= 1  # how often the weights went up: nothing else differs
         assert own_peak < peak
-    assert "GB encoded (5" in str(counted)
+    assert "iB encoded (5" in str(counted)

@@ -258,7 +258,7 @@ def test_a_missing_shard_is_named(config: Callable[..., TrainConfig], place: Pat
 def test_a_disk_without_room_is_found_before_training(config: Callable[..., TrainConfig]) -> None:
     folder = RunFolder(config(save_every=1, keep=2), resume=False, nodes=RunNodes.alone())
     folder.begin()
-    with pytest.raises(ValueError, match=r"GB left, expected .* for the result and 3 checkpoints"):
+    with pytest.raises(ValueError, match=r"iB left, expected .* for the result and 3 checkpoints of [0-9.]+ [KMGT]iB"):
         folder.require_space(1, 10**17)
     with pytest.raises(ValueError, match="cannot hold the result"), folder.reserved(10**17):
         pass
