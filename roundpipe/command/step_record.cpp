@@ -26,6 +26,12 @@ std::string with_thousands(double number) {
   return text;
 }
 
+// "6.10 GB", "12.35 MB": of a small model, too, more than zeros.
+std::string with_unit(int64_t bytes) {
+  const bool is_large = bytes >= 100'000'000;
+  return printed(is_large ? "%.2f GB" : "%.2f MB", static_cast<double>(bytes) / (is_large ? 1e9 : 1e6));
+}
+
 }  // namespace
 
 Metrics StepRecord::metrics() const {
@@ -45,8 +51,7 @@ std::string StepRecord::text() const {
                     with_thousands(tokens_per_s()) + " tokens/s";
   if (busy) all += printed("  devices %.0f%% busy", *busy * 100);
   if (loss_scale) all += printed("  scale %g  skipped ", *loss_scale) + std::to_string(skipped_steps);
-  return all + printed("  %.2f GB a device, %.2f GB host", static_cast<double>(device_bytes) / 1e9,
-                       static_cast<double>(host_bytes) / 1e9);
+  return all + "  " + with_unit(device_bytes) + " a device, " + with_unit(host_bytes) + " host";
 }
 
 Metrics EvaluationRecord::metrics() const { return {{"evaluation_loss", loss}, {"evaluation_tokens", tokens}}; }

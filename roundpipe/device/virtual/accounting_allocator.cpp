@@ -69,8 +69,7 @@ void MemoryAccount::add(int64_t size_bytes) {
         {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
         concat("[", device_name, "] out of memory: ", format_bytes(size_bytes), " were asked for, ",
                format_bytes(now - size_bytes), " of ", format_bytes(limit),
-               " are in use; raise memory= of the device, use more microbatches, or recompute layer by layer "
-               "(recompute_grain)"));
+               " are in use; raise memory= of the device, or give it less work at a time"));
   }
   allocated_bytes.fetch_add(size_bytes);
   int64_t peak = peak_bytes.load();

@@ -11,6 +11,9 @@ TEST_CASE("step record: a line for people") {
   record.device_bytes = 3'000'000'000;
   record.host_bytes = 2'000'000'000;
   CHECK(record.text() == "loss 1.5000  norm 0.25  rate 0.001  10 tokens/s  3.00 GB a device, 2.00 GB host");
+  record.device_bytes = 12'345'678;
+  CHECK(record.text().ends_with("  12.35 MB a device, 2.00 GB host"));
+  record.device_bytes = 3'000'000'000;
   record.busy = 0.5;
   record.loss_scale = 65536;
   record.skipped_steps = 2;
