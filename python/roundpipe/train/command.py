@@ -89,6 +89,8 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
     """
     from roundpipe.train.config_file import written_config
 
+    if options.machine is not None and not options.dry_run:
+        raise ValueError("[train] --machine is given without --dry-run, expected both; give --dry-run, or leave it out")
     config = options.merged(given)
     if options.print_config:
         typer.echo(written_config(config), nl=False)

@@ -88,19 +88,18 @@ def dry_run(
         )
     nodes = RunNodes.alone()
     folder = RunFolder(config, resume, nodes)
+    if config.steps is not None:
+        config.rate_factor(config.steps)  # refuses a warm-up that is longer
     if config.devices is not None:
         roundpipe.devices(config.devices)
-    tokenizer = tokenizer_of(config)
+    given = None if machine_file is None else _machine_of(machine_file)
     meta_model(config)  # which refuses what does not fit the model, before data is read
+    tokenizer = tokenizer_of(config)
     with tempfile.TemporaryDirectory() as temporary:
         data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, nodes)
+    config.rate_factor(data.steps)
     say(str(data.summary))
-    machine = measure(roundpipe.devices()) if machine_file is None else load_machine(machine_file)
-    if len(machine.devices) != len(roundpipe.devices()):
-        raise ValueError(
-            f"[train] {machine_file} has {len(machine.devices)} devices, expected those of the run, which are "
-            f"{len(roundpipe.devices())}; measure them with roundpipe plan --measure"
-        )
+    machine = measure(roundpipe.devices()) if given is None else given
     forecast = _forecast(config, machine)
     for line in _lines(config, forecast, data, machine):
         say(line)
@@ -108,6 +107,16 @@ def dry_run(
         say(line)
     say(_verdict(config, forecast, machine))
     return forecast.fits
+
+
+def _machine_of(file: str | Path) -> Machine:
+    machine = load_machine(file)
+    if len(machine.devices) != len(roundpipe.devices()):
+        raise ValueError(
+            f"[train] {file} has {len(machine.devices)} devices, expected those of the run, which are "
+            f"{len(roundpipe.devices())}; measure them with roundpipe plan --measure"
+        )
+    return machine
 
 
 def _forecast(config: TrainConfig, machine: Machine) -> Forecast:

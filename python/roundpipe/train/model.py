@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ from torch import nn
 from transformers import AutoConfig
 
 import roundpipe
-from roundpipe import RoundPipeRunConfig
+from roundpipe import RoundPipeRunConfig, _core
 from roundpipe.data.tokenizer import load_tokenizer
-from roundpipe.files import first_lines, new_folder
+from roundpipe.files import first_lines, new_folder, refuse_missing_folder
 from roundpipe.huggingface.quiet import without_progress_bars
+from roundpipe.huggingface.weights.files import ADAPTER_FILE, Checkpoint, adapter_file
 from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
 from roundpipe.ops.packed_attention import check_packing
 from roundpipe.plan.shapes import make_model
@@ -27,13 +30,18 @@ def base_of(config: TrainConfig) -> str:
     """Where the model's folder or name on the Hub is: an adapter names its base.
 
     Raises:
-        ValueError: a folder that is given as an adapter holds none.
+        ValueError: the folder is not there, or one that is given as an adapter holds none, or no weights that can be
+            read.
     """
+    refuse_missing_folder(config.adapter or config.model, "train")
     if config.adapter and Path(config.adapter).is_dir() and not (Path(config.adapter) / _OF_AN_ADAPTER).exists():
         raise ValueError(
             f"[train] --adapter is {config.adapter}, which has no {_OF_AN_ADAPTER}, expected a folder that PEFT wrote; "
             "a whole model is given as --model"
         )
+    if config.adapter and Path(config.adapter).is_dir():
+        adapter_file(Path(config.adapter))
+        Checkpoint(Path(config.adapter), [ADAPTER_FILE])  # its header is whole
     return config.adapter or config.model
 
 
@@ -50,14 +58,42 @@ def tokenizer_of(config: TrainConfig) -> Any:
         and not (Path(config.adapter) / "tokenizer_config.json").exists()
     ):
         place = base_of_adapter(config.adapter)
-    return load_tokenizer(place)
+    with _told(f"the tokenizer of {place} cannot be read", "the files that its save_pretrained writes"):
+        return load_tokenizer(place)
 
 
 def base_of_adapter(folder: str) -> str:
-    """The folder or name of the model that an adapter was trained for."""
-    from peft import PeftConfig
+    """The folder or name of the model that an adapter was trained for.
 
-    return str(PeftConfig.from_pretrained(folder).base_model_name_or_path)
+    Raises:
+        ValueError: its config cannot be read, or names none.
+    """
+    base = _config_of_adapter(folder).base_model_name_or_path
+    if not base:
+        raise ValueError(
+            f"[train] {folder}/{_OF_AN_ADAPTER} has no base_model_name_or_path, expected the folder or name of the "
+            "model that the adapter is for; write it there"
+        )
+    return str(base)
+
+
+def _config_of_adapter(folder: str) -> Any:
+    peft = _peft("adapters")
+    with _told(f"the {_OF_AN_ADAPTER} of {folder} cannot be read", "one that PEFT wrote"):
+        return peft.PeftConfig.from_pretrained(folder)
+
+
+@contextmanager
+def _told(what: str, expected: str) -> Iterator[None]:
+    """Turns whatever transformers, tokenizers or PEFT raise for a broken file into one line."""
+    try:
+        yield
+    except (_core.RoundPipeError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("["):
+            raise
+        raise ValueError(f"[train] {what}: {first_lines(error)}; expected {expected}") from error
 
 
 def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
@@ -79,17 +115,18 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         recompute_grain="layer" if config.recompute_by_layer else None,
         fault_tolerant=config.fault_tolerant or None,
     )
-    model = roundpipe.from_pretrained(
-        base_of(config),
-        name=_NAME,
-        model_run_config=run_config,
-        arithmetic=config.arithmetic,
-        host_memory=config.host_memory,
-        device_memory=config.device_memory,
-        quantise=config.quantise,
-        keep=config.quantise_keep or (),
-        **options,
-    )
+    with _told(f"{base_of(config)} cannot be loaded", "a model, or an adapter of its base, that transformers loads"):
+        model = roundpipe.from_pretrained(
+            base_of(config),
+            name=_NAME,
+            model_run_config=run_config,
+            arithmetic=config.arithmetic,
+            host_memory=config.host_memory,
+            device_memory=config.device_memory,
+            quantise=config.quantise,
+            keep=config.quantise_keep or (),
+            **options,
+        )
     if config.packed:
         check_packing(model)
     model.train()
@@ -103,9 +140,13 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
         The bytes of the result, and of a checkpoint, that are predicted for this node.
 
     Raises:
-        ValueError: `meta_model` does, or a budget of the host has no room for the model and its optimizer.
+        ValueError: `meta_model` does, a file of the weights is missing or damaged, or a budget of the host has no room
+            for the model and its optimizer.
     """
     model = meta_model(config)
+    base = Path(base_of_adapter(config.adapter) if config.adapter else config.model)
+    if base.is_dir():
+        Checkpoint(base)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rule = rule_of(config)
     budget = budget_of(config.host_memory, "host_memory", HOST_VARIABLE)
@@ -124,25 +165,27 @@ def meta_model(config: TrainConfig) -> nn.Module:
     """The model of a run with its adapters, without values.
 
     Raises:
-        ValueError: the model cannot be made or adapted so, or its weights are encoded and are to be trained.
+        ValueError: `base_of` does, the model cannot be made or adapted so, or its weights are encoded and are to be
+            trained.
     """
+    base_of(config)  # names what is not there before transformers does
     base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
     if config.adapter:
-        from peft import PeftConfig
-
-        base, adapters = base_of_adapter(config.adapter), PeftConfig.from_pretrained(config.adapter)
+        base, adapters = base_of_adapter(config.adapter), _config_of_adapter(config.adapter)
         adapters.inference_mode = False  # a saved adapter is frozen
-    model_config: Any = AutoConfig.from_pretrained(base)
-    name = config.dtype or model_config.dtype or "float32"
-    dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
-    model = make_model(
-        model_config,
-        dtype=dtype,
-        adapters=adapters,
-        quantise=config.quantise,
-        keep=config.quantise_keep or (),
-        folder=Path(base) if Path(base).is_dir() else None,
-    )
+    with _told(f"the config of {base} cannot be read", "the config.json of a causal language model of transformers"):
+        model_config: Any = AutoConfig.from_pretrained(base)
+        name = config.dtype or model_config.dtype or "float32"
+        dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
+    with _told(f"the model of {base} cannot be made", "sizes in its config that fit, and adapters for its layers"):
+        model = make_model(
+            model_config,
+            dtype=dtype,
+            adapters=adapters,
+            quantise=config.quantise,
+            keep=config.quantise_keep or (),
+            folder=Path(base) if Path(base).is_dir() else None,
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"[train] {base} holds quantised weights, which are frozen, expected adapters to train: --lora, --dora or "
@@ -157,21 +200,25 @@ def lora_of(config: TrainConfig) -> Any:
     Raises:
         ValueError: peft is not installed.
     """
-    try:
-        from peft import LoraConfig
-    except ImportError:
-        raise ValueError(
-            "[train] --lora and --dora need peft, which is not installed; pip install 'roundpipe-engine[lora]'"
-        ) from None
-    return LoraConfig(
+    return _peft("--lora and --dora").LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora_rank,
-        lora_alpha=config.lora_alpha,  # type: ignore[arg-type]
+        lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_targets or "all-linear",
         use_rslora=config.lora_rslora,
         use_dora=config.dora,
     )
+
+
+def _peft(options: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ValueError(
+            f"[train] {options} need peft, which is not installed; pip install 'roundpipe-engine[lora]'"
+        ) from None
+    return peft
 
 
 def save_result(model: roundpipe.RoundPipe, tokenizer: Any, folder: Path) -> None:

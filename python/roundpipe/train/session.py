@@ -64,11 +64,13 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
         imported_tensorboard()
     if config.wandb is not None and nodes.is_first:
         imported_wandb()
+    if config.steps is not None:
+        config.rate_factor(config.steps)  # refuses a warm-up that is longer
     if config.devices is not None:
         roundpipe.devices(config.devices)
     nodes.require_own_devices()
-    tokenizer = tokenizer_of(config)
     predicted = check_run(config)
+    tokenizer = tokenizer_of(config)
     nodes.first(folder.begin)
     nodes.first(lambda: folder.require_space(*predicted))
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
@@ -82,6 +84,7 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
             f"{folder.path / DATA_FOLDER}, which were made then",
             file=sys.stderr,
         )
+    config.rate_factor(data.steps)
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
     model = load_model(config)
     model.random_seed += nodes.rank  # nodes drop other values of their rows
