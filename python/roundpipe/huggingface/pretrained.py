@@ -179,8 +179,16 @@ def _host_check(
     return check
 
 
-def _refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
-    """Raises CheckpointError if the files hold a transformers model of another kind than a causal one."""
+def refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
+    """Refuses files of another kind of model than a causal one.
+
+    Args:
+        base: for the message.
+        config: that of transformers.
+
+    Raises:
+        CheckpointError: they are of a model that transformers knows, of another kind.
+    """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -240,7 +248,7 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], loading: _Loadi
     try:
         config = copy.deepcopy(options.pop("config", None)) or AutoConfig.from_pretrained(base)
         if loading.extra_tensors == "refuse":
-            _refuse_other_kinds(base, config)
+            refuse_other_kinds(base, config)
         # Who gives one decides what transformers does with the files.
         stored = None if "quantization_config" in options else _take_stored(base, config, loading)
         options = {"config": config, **options}

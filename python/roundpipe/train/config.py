@@ -19,6 +19,8 @@ from roundpipe.plan.options import Optimizer
 # The engine's table of options; tools/training_options.py writes it.
 _OPTIONS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "option_table.json").read_text("utf-8"))
 
+_MOST = 2**63 - 1  # of the engine's numbers
+
 # Of those that `roundpipe train` alone has: without effect on the bits of a training.
 _FREE = ("data", "samples", "sample_prompts", "sample_tokens", "tensorboard", "wandb")
 # May differ between the nodes of a run.
@@ -173,6 +175,9 @@ class TrainConfig:
     def __post_init__(self) -> None:
         from roundpipe import _core
 
+        for name, value in dataclasses.asdict(self).items():
+            if isinstance(value, int) and abs(value) > _MOST:
+                raise refused(name, value, f"a whole number up to {_MOST}")
         _core.check_training_options(self._shared_values())
         if self.rows not in ("packed", "padded"):
             raise refused("rows", self.rows, "packed or padded; roundpipe-train has streams")

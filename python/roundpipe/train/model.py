@@ -15,6 +15,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig, _core
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder, refuse_missing_folder
+from roundpipe.huggingface.pretrained import refuse_other_kinds
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.huggingface.weights.files import ADAPTER_FILE, Checkpoint, adapter_file
 from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
@@ -175,6 +176,7 @@ def meta_model(config: TrainConfig) -> nn.Module:
         adapters.inference_mode = False  # a saved adapter is frozen
     with _told(f"the config of {base} cannot be read", "the config.json of a causal language model of transformers"):
         model_config: Any = AutoConfig.from_pretrained(base)
+        refuse_other_kinds(base, model_config)
         name = config.dtype or model_config.dtype or "float32"
         dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
     with _told(f"the model of {base} cannot be made", "sizes in its config that fit, and adapters for its layers"):

@@ -154,6 +154,7 @@ def test_the_table_of_options_is_the_engines() -> None:
 # The rules of the table itself are tested in C++.
 OUT_OF_RANGE: dict[str, Any] = {
     "learning_rate": 0.0,
+    "steps": 10**20,
     "seed": -1,
     "batch_tokens": 1000,
     "rows": "stream",

@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "a list as config": ("config.json", text("[]"), "config"),
     "nothing in the config": ("config.json", text("{}"), "cannot be"),
     "an unknown kind": ("config.json", setting(model_type="unknown"), "unknown"),
+    "another kind": ("config.json", setting(model_type="bert", architectures=["BertForMaskedLM"]), "a BertForMaskedLM"),
     "a size in words": ("config.json", setting(hidden_size="large"), "cannot be"),
     "an unknown dtype": ("config.json", setting(dtype="tiny"), "cannot be"),
     "no weights": ("model.safetensors", Path.unlink, "model.safetensors"),
