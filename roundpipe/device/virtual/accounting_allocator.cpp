@@ -65,11 +65,10 @@ void MemoryAccount::add(int64_t size_bytes) {
   const int64_t limit = limit_bytes.load();
   if (limit > 0 && now > limit) {
     current_bytes.fetch_sub(size_bytes);
-    throw c10::OutOfMemoryError(
-        {__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
-        concat("[", device_name, "] out of memory: ", format_bytes(size_bytes), " were asked for, ",
-               format_bytes(now - size_bytes), " of ", format_bytes(limit),
-               " are in use; raise memory= of the device, or give it less work at a time"));
+    throw c10::OutOfMemoryError({__func__, __FILE__, static_cast<uint32_t>(__LINE__)},
+                                concat("[", device_name, "] out of memory: ", format_bytes(size_bytes),
+                                       " were asked for, ", format_bytes(now - size_bytes), " of ", format_bytes(limit),
+                                       " are in use; raise memory= of the device, or give it less work at a time"));
   }
   allocated_bytes.fetch_add(size_bytes);
   int64_t peak = peak_bytes.load();
