@@ -417,7 +417,7 @@ def as_pickle(base: Path, adapter: Path) -> None:
 
 
 def quantised(base: Path, adapter: Path) -> None:
-    edit_json(base / "config.json", quantization_config={"quant_method": "fp8"})
+    edit_json(base / "config.json", quantization_config={"quant_method": "gptq"})
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
@@ -437,7 +437,7 @@ REFUSED: dict[str, tuple[Break, str]] = {
     "no header": (lambda b, a: first_shard(b).write_bytes(b"hello"), "is damaged"),
     "header no JSON": (lambda b, a: first_shard(b).write_bytes(b"\x04" + b"\0" * 7 + b"abcd"), "is damaged"),
     "config missing": (lambda b, a: (b / "config.json").unlink(), "cannot build the model"),
-    "quantised": (quantised, "has the quant_method 'fp8', expected bitsandbytes, mxfp4 or compressed-tensors"),
+    "quantised": (quantised, "has the quant_method 'gptq', expected bitsandbytes, mxfp4, compressed-tensors or fp8"),
     "other sizes": (other_sizes, r"of shape .*, expected .*give the base it was trained on"),
     "fewer layers": (fewer_layers, r"has no place for.*give another --base"),
     "other family": (other_family, "peft cannot place the adapter"),
