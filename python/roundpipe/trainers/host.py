@@ -111,3 +111,17 @@ def steps_in(model: Any, precision: str) -> Iterator[None]:
     finally:
         if forward is not None:
             model.forward = forward
+
+
+@contextmanager
+def generating_in(model: Any, precision: str) -> Iterator[None]:
+    """Lets `model.generate` run with the precision that accelerate gives to a plain model's forward."""
+    if precision not in MIXED:
+        yield
+        return
+    original = original_of(model)
+    original.generate = _autocast(MIXED[precision])(original.generate)
+    try:
+        yield
+    finally:
+        del original.generate

@@ -1,4 +1,4 @@
-"""transformers' Trainer over a model in the pipeline."""
+"""transformers' trainers over a model in the pipeline, and the mixin that gives others the same."""
 
 from __future__ import annotations
 
@@ -7,40 +7,47 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import is_peft_model
 from torch import nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers import PreTrainedModel, Seq2SeqTrainer, Trainer, TrainingArguments
 
 from roundpipe.data.balance import balanced_config
 from roundpipe.model.call.run_config import RoundPipeRunConfig
 from roundpipe.model.losses.ending import loss_in
 from roundpipe.model.pipe import RoundPipe
+from roundpipe.trainers.adapters import keep_trained
 from roundpipe.trainers.arguments import check_arguments, stay_on_host
 from roundpipe.trainers.host import (
+    generating_in,
     is_in_pipeline,
     loading_on_host,
     original_of,
     prepare_on_host,
     steps_in,
 )
-from roundpipe.trainers.kinds import check_kind
+from roundpipe.trainers.kinds import check_kind, has_reference
 from roundpipe.trainers.random_state import load_random_state, save_random_state
 from roundpipe.trainers.wrapping import into_pipeline, is_unfollowed
 
 _OF_TEXT = frozenset({"input_ids", "attention_mask", "labels", "position_ids"})
 
 
-class RoundPipeTrainer(Trainer):
-    """`transformers.Trainer` that trains its model in the pipeline; arguments and methods are the Trainer's.
+class RoundPipeTrainerMixin(Trainer):
+    """Trains the model of another subclass of `transformers.Trainer` in the pipeline.
+
+    It comes first: `class Mine(RoundPipeTrainerMixin, TheirTrainer)`. Arguments and methods are those of the other.
 
     A plain model (also with PEFT adapters) is wrapped when the trainer is made; a wrapped one is taken as it is. The
     Trainer's own code runs the training: data, schedule, logging, callbacks, checkpoints. Batches, losses and the
     optimizer are on the host. Where the loss is the model's own, a step is one `forward_backward`; any other loss, such
     as an overridden `compute_loss`, is computed on the host from the outputs that the pipeline merges.
 
-    To give another subclass of `Trainer` the same: `class Mine(RoundPipeTrainer, TheirTrainer)`.
+    Of TRL's trainers with a reference, the reference is in the pipeline, too: with adapters, it is the base without
+    them, or a copy of the adapters that were given; without adapters, it is a second model.
 
     Raises:
-        ValueError: an argument has no meaning in the pipeline, or the model cannot be wrapped; the message names it.
+        ValueError: an argument has no meaning in the pipeline, the other trainer makes steps that the pipeline cannot
+            make, or the model cannot be wrapped; the message names it.
     """
 
     _balances = False
@@ -48,7 +55,8 @@ class RoundPipeTrainer(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = inspect.signature(super().__init__).bind(*args, **kwargs)
-        check_kind(self._where, type(self), bound.arguments.get("model"))
+        given = [bound.arguments.get(name) for name in ("model", "ref_model")]
+        check_kind(self._where, type(self), any(map(is_in_pipeline, given)))
         if isinstance(bound.arguments.get("args"), TrainingArguments):
             self._check(bound.arguments["args"])
         self._in_init = True
@@ -64,10 +72,14 @@ class RoundPipeTrainer(Trainer):
                 "microbatches do not make that of the batch; wrap it with "
                 "model_run_config=RoundPipeRunConfig(num_microbatch=1)"
             )
+        ours: Any = self
+        if has_reference(type(self)) and ours.ref_model is not None:
+            reference = self._in_pipeline(ours.ref_model)
+            ours.ref_model = self.accelerator.prepare_model(reference, evaluation_mode=True)
 
     @property
     def _where(self) -> str:
-        return type(self).__name__ if type(self).__module__.startswith("roundpipe.") else "RoundPipeTrainer"
+        return next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("roundpipe."))
 
     def _check(self, args: TrainingArguments) -> None:
         """Refuses what has no meaning here, before anything is made from it."""
@@ -85,9 +97,14 @@ class RoundPipeTrainer(Trainer):
         return self._wrapped(super().call_model_init(trial))
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
-        wrapped = into_pipeline(self._where, model)
+        wrapped = self._in_pipeline(model, router_loss=getattr(self, "aux_loss_enabled", False))
         self._balances = wrapped.model_run_config.num_microbatch is None if type(wrapped) is RoundPipe else False
         return cast(nn.Module, wrapped)
+
+    def _in_pipeline(self, model: nn.Module, router_loss: bool = False) -> Any:
+        if has_reference(type(self)) and is_peft_model(model):
+            keep_trained(model)
+        return into_pipeline(self._where, model, router_loss)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return model
@@ -141,11 +158,14 @@ class RoundPipeTrainer(Trainer):
         inputs: dict[str, Any],
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
+        **given: Any,
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """Evaluates one batch; see `Trainer.prediction_step`. If only the loss is asked for, no logits are merged."""
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if not prediction_loss_only or not has_labels or not self._own_loss_of(model, inputs):
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+            generates = getattr(self.args, "predict_with_generate", False)
+            with generating_in(model, self.accelerator.mixed_precision if generates else "no"):
+                return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys, **given)
         inputs = self._prepare_inputs(inputs)
         items = self._get_num_items_in_batch([inputs], self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager():
@@ -187,3 +207,18 @@ class RoundPipeTrainer(Trainer):
         super()._load_rng_state(checkpoint)
         if checkpoint is not None:
             load_random_state(Path(checkpoint), self.model)
+
+
+class RoundPipeTrainer(RoundPipeTrainerMixin):
+    """`transformers.Trainer` that trains its model in the pipeline; see `RoundPipeTrainerMixin`.
+
+    Raises:
+        ValueError: an argument has no meaning in the pipeline, or the model cannot be wrapped; the message names it.
+    """
+
+
+class RoundPipeSeq2SeqTrainer(RoundPipeTrainer, Seq2SeqTrainer):
+    """`transformers.Seq2SeqTrainer` that trains its model in the pipeline; see `RoundPipeTrainerMixin`.
+
+    With `predict_with_generate`, `model.generate` runs on the host, on all of its weights.
+    """

@@ -15,12 +15,13 @@ from roundpipe.model.wrap import wrap_model_to_roundpipe
 from roundpipe.trainers.fused_head import make_followable
 
 
-def into_pipeline(where: str, model: nn.Module) -> Any:
+def into_pipeline(where: str, model: nn.Module, router_loss: bool = False) -> Any:
     """Wraps a model; its loss, as merged, is that of the whole batch. Draws no random numbers.
 
     Args:
         where: tags the messages.
         model: a plain one, on the host or on one device.
+        router_loss: whether its caller asks for the router loss, whatever the model's config says.
 
     Raises:
         ValueError: the model is on several devices, its forward was assigned, or it cannot be wrapped.
@@ -32,7 +33,7 @@ def into_pipeline(where: str, model: nn.Module) -> Any:
             f"[{where}] the model was loaded with a device_map ({places}), expected all of it on the host; leave "
             "device_map out, as the pipeline moves layers to devices by itself"
         )
-    whole = _adds_router_loss(model)
+    whole = router_loss or _adds_router_loss(model)
     if whole:
         warnings.warn(
             f"[{where}] the model adds a router loss, which is one of the whole batch: a batch runs as one microbatch, "
