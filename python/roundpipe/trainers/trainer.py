@@ -159,7 +159,7 @@ class RoundPipeTrainerMixin(Trainer):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
         **given: Any,
-    ) -> tuple[torch.Tensor | None, Any, Any]:
+    ) -> Any:  # Trainer and Seq2SeqTrainer declare different tuples
         """Evaluates one batch; see `Trainer.prediction_step`. If only the loss is asked for, no logits are merged."""
         has_labels = bool(self.label_names) and all(inputs.get(name) is not None for name in self.label_names)
         if not prediction_loss_only or not has_labels or not self._own_loss_of(model, inputs):

@@ -134,6 +134,26 @@ def difference(expected: list[dict[str, float]], found: list[dict[str, float]]) 
     return max(abs(a - b) / max(1.0, abs(a)) for a, b in pairs)
 
 
+# One without Adam's division, which makes of a gradient's rounding a step of full length.
+SGD = {"optim": "sgd", "learning_rate": 0.1}
+
+
+def agree(trainers: list[Any]) -> None:
+    """Of two trainers that have trained: the logged losses and the weights are equal, but for 1e-5 of them."""
+    plain, ours = trainers
+    for name in ("loss", "eval_loss"):
+        expected, found = ([entry[name] for entry in curve(each) if name in entry] for each in trainers)
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert difference(curve(plain), curve(ours)) < 1e-4
+    weights = ours.model.state_dict()
+    assert set(weights) == set(plain.model.state_dict())
+    for name, expected in plain.model.state_dict().items():
+        # What is added to all keys changes no attention: its gradients are rounding, and nothing else.
+        nothing = name.endswith(("key.bias", "k_proj.bias"))
+        limit = 1e-6 if nothing else 1e-5 * float(expected.abs().max())
+        assert float((weights[name] - expected).abs().max()) <= limit, name
+
+
 def some_in_short(names: Iterable[str], short: set[str]) -> list[Any]:
     """Parameters of a test, of which `make test` takes those in `short`."""
     return [pytest.param(name, marks=() if name in short else pytest.mark.long) for name in names]

@@ -417,3 +417,26 @@ def test_all_but_the_layers_stays_on_the_host(tmp_path: Path, monkeypatch: pytes
 def test_importing_the_package_does_not_import_the_trainer() -> None:
     program = "import roundpipe.huggingface, sys; assert not {'transformers', 'accelerate', 'trl'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("RoundPipeGRPOTrainer", "it generates during training.*RoundPipeDPOTrainer"),
+        ("RoundPipePPOTrainer", "it generates during training"),
+        ("RoundPipeORPOTrainer", r"class Mine\(RoundPipeTrainerMixin"),
+    ],
+)
+def test_importing_a_trainer_that_is_not_there_says_what_is(name: str, why: str) -> None:
+    known = "expected one of RoundPipeAccelerator, RoundPipeDPOTrainer, RoundPipeKTOTrainer, RoundPipeRewardTrainer"
+    with pytest.raises(ImportError, match=rf"^\[roundpipe.huggingface\] there is no {name}, {known}.*{why}"):
+        exec(f"from roundpipe.huggingface import {name}")
+    with pytest.raises(AttributeError, match="has no attribute 'Trainers'"):
+        _ = roundpipe.huggingface.Trainers
+
+
+def test_every_name_is_there() -> None:
+    pytest.importorskip("trl")
+    assert {getattr(roundpipe.huggingface, name).__name__ for name in roundpipe.huggingface.__all__} == set(
+        roundpipe.huggingface._TRAINERS
+    )

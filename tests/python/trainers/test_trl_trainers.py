@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from roundpipe import wrap_model_to_roundpipe
-from roundpipe.huggingface import RoundPipeTrainer
-from tiny_chat import byte_tokenizer, model_folder, tiny_llama
-from trainer_runs import ROUNDING, EventLog, arguments, curve, difference, losses, some_in_short
+from roundpipe.huggingface import RoundPipeTrainer, RoundPipeTrainerMixin
+from tiny_chat import model_folder, tiny_llama
+from trainer_runs import SGD, agree, arguments, losses, some_in_short
 
-datasets = pytest.importorskip("datasets")
-peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 
 from roundpipe.huggingface import RoundPipeDPOTrainer, RoundPipeSFTTrainer  # noqa: E402  needs trl
+from trl_runs import (  # noqa: E402
+    compared,
+    lora,
+    make,
+    offline,  # noqa: F401  a fixture
+    preferences,
+    small_mixtral,
+    trained,
+    with_trained_adapter,
+)
 
 pytestmark = [
-    pytest.mark.usefixtures("one_torch_thread"),
+    pytest.mark.usefixtures("one_torch_thread", "offline"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*(deprecated|packing|adds a router loss)"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
-    monkeypatch.setenv("CI", "true")
-    datasets.disable_progress_bars()
 
 
 def chats() -> list[dict[str, Any]]:
@@ -54,71 +54,6 @@ def completions() -> list[dict[str, Any]]:
         letter, repeated = "abcdefgh"[index % 8], 9 if index % 4 == 3 else 1
         rows.append({"prompt": f"{letter} {index}:" * repeated, "completion": letter * (3 + index % 7)})
     return rows
-
-
-def preferences() -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": f"{'abcdefgh'[index % 8]} {index % 7}:",
-            "chosen": "abcdefgh"[index % 8] * (3 + index % 7),
-            "rejected": "zyxw"[index % 4] * (2 + index % 5),
-        }
-        for index in range(16)
-    ]
-
-
-def rewards() -> list[dict[str, Any]]:
-    return [
-        {"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + row["rejected"]} for row in preferences()
-    ]
-
-
-def lora() -> Any:
-    return peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-
-
-def with_trained_adapter() -> Any:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = peft.get_peft_model(tiny_llama(), lora())
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter.data, std=0.05)
-        return model
-
-
-def make(kind: Any, config: Any, folder: Path, model: Any, rows: Any, given: dict[str, Any], **options: Any) -> Any:
-    settings = {"bf16": False, "max_length": 64, "learning_rate": 1e-3, **options}
-    return kind(
-        model=model,
-        args=arguments(folder, config, **settings),
-        train_dataset=datasets.Dataset.from_list(rows),
-        eval_dataset=datasets.Dataset.from_list(rows[:4]),
-        processing_class=byte_tokenizer(),
-        **given,
-    )
-
-
-def compared(kinds: Any, config: Any, folder: Path, model: Any, rows: Any, given: Any, **options: Any) -> Any:
-    """Trains and evaluates in both trainers; their curves, metrics and events are equal. Returns ours."""
-    results = []
-    for kind in kinds:
-        log = EventLog()
-        trainer = make(kind, config, folder, model(), rows, {**given(), "callbacks": [log]}, **options)
-        trainer.train()
-        trainer.evaluate()
-        results.append((curve(trainer), log.events))
-    assert trainer.model.calls > 0
-    assert difference(results[0][0], results[1][0]) < ROUNDING
-    assert results[0][1] == results[1][1]
-    return trainer
-
-
-def small_mixtral() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    experts = {"num_local_experts": 4, "num_key_value_heads": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=260, **experts, **sizes))
 
 
 SFT: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
@@ -152,21 +87,9 @@ def test_a_model_by_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("base", ["SFTTrainer", "RewardTrainer"])
-def test_a_trainer_of_trl_takes_ours_as_a_base(base: str, tmp_path: Path) -> None:
-    theirs = getattr(trl, base)
-    mine = type("Mine", (RoundPipeTrainer, theirs), {})
-    if base == "SFTTrainer":
-        compared((theirs, mine), trl.SFTConfig, tmp_path, tiny_llama, chats(), dict, max_steps=3)
-        return
-
-    def scorer() -> Any:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(vocab_size=260, num_labels=1, pad_token_id=256, **sizes)
-        return transformers.LlamaForSequenceClassification(config)
-
-    compared((theirs, mine), trl.RewardConfig, tmp_path, scorer, rewards(), dict, max_steps=3)
+def test_a_trainer_of_trl_takes_the_mixin(tmp_path: Path) -> None:
+    mine = type("Mine", (RoundPipeTrainerMixin, trl.SFTTrainer), {})
+    compared((trl.SFTTrainer, mine), trl.SFTConfig, tmp_path, tiny_llama, chats(), dict, max_steps=3)
 
 
 @pytest.mark.long
@@ -180,11 +103,28 @@ def test_supervised_training_goes_on(tmp_path: Path) -> None:
     assert losses(again) == losses(whole)
 
 
-def test_other_trainers_and_wrapped_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"TRL's KTOTrainer is not supported"):
-        type("Mine", (RoundPipeTrainer, trl.KTOTrainer), {})(model=tiny_llama(), args=None)
-    with pytest.raises(ValueError, match=r"the model is in the pipeline already"):
-        make(RoundPipeSFTTrainer, trl.SFTConfig, tmp_path, wrap_model_to_roundpipe(tiny_llama()), texts(), {})
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("trl.GRPOTrainer", r"it generates during training.*RoundPipeDPOTrainer"),
+        ("trl.experimental.gkd.GKDTrainer", "it generates during training"),
+        ("trl.experimental.orpo.ORPOTrainer", r"is not supported; expected one of DPOTrainer, KTOTrainer"),
+        ("trl.experimental.bema_for_ref_model.DPOTrainer", "is not supported"),
+    ],
+)
+def test_other_trainers_are_refused(name: str, why: str) -> None:
+    module, _, kind = name.rpartition(".")
+    theirs = getattr(importlib.import_module(module), kind)
+    with pytest.raises(ValueError, match=rf"^\[RoundPipeTrainerMixin\] trl\..*{kind} .*{why}"):
+        type("Mine", (RoundPipeTrainerMixin, theirs), {})(model=tiny_llama(), args=None)
+
+
+def test_wrapped_models_are_refused(tmp_path: Path) -> None:
+    wrapped = wrap_model_to_roundpipe(tiny_llama())
+    with pytest.raises(ValueError, match=r"in the pipeline already"):
+        make(RoundPipeSFTTrainer, trl.SFTConfig, tmp_path, wrapped, texts(), {})
+    with pytest.raises(ValueError, match=r"in the pipeline already"):
+        make(RoundPipeDPOTrainer, trl.DPOConfig, tmp_path, tiny_llama(), preferences(), {"ref_model": wrapped})
     model = tiny_llama()
     model.forward = lambda *args, **kwargs: None
     with pytest.raises(ValueError, match=r"^\[RoundPipeTrainer\] the forward of a LlamaForCausalLM was assigned"):
@@ -234,6 +174,18 @@ def test_what_has_no_meaning_for_preferences_is_refused(name: str, tmp_path: Pat
         make(RoundPipeDPOTrainer, trl.DPOConfig, tmp_path, tiny_llama(), preferences(), given, **{name: True})
 
 
-def test_preferences_need_our_trainer_of_preferences(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Mine is a DPOTrainer, expected a RoundPipeDPOTrainer"):
-        type("Mine", (RoundPipeTrainer, trl.DPOTrainer), {})(model=tiny_llama(), args=None)
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["LoRA", "no adapters"])
+def test_the_mixin_takes_care_of_the_reference(case: str, tmp_path: Path) -> None:
+    model, given, _ = PREFERENCES[case]
+    kinds = (trl.DPOTrainer, type("Mine", (RoundPipeTrainerMixin, trl.DPOTrainer), {}))
+    agree(trained(kinds, trl.DPOConfig, tmp_path, model, preferences(), given, **SGD, max_steps=3))
+
+
+@pytest.mark.long
+def test_a_router_loss_that_only_the_trainer_asks_for(tmp_path: Path) -> None:
+    """It is one of the whole batch, though the model's config leaves it out."""
+    options = {**SGD, "router_aux_loss_coef": 0.1, "max_steps": 3}
+    kinds = (trl.DPOTrainer, RoundPipeDPOTrainer)
+    given = lambda: {"ref_model": small_mixtral()}  # noqa: E731  one for each trainer
+    agree(trained(kinds, trl.DPOConfig, tmp_path, small_mixtral, preferences(), given, **options))
