@@ -14,7 +14,7 @@ namespace roundpipe::kernels {
 TEST_CASE("entries: every kernel of the source, once") {
   std::set<std::string> names;
   for (const Entry* entry : entries()) CHECK(names.insert(entry->name).second);
-  CHECK(names.size() == (8 + 2 * 4) * 3 + 2 * 2);
+  CHECK(names.size() == (8 + 2 * 5) * 3 + 2 * 2);
   CHECK(names.count("rms_norm_backward_bf16_fp32") == 1);
 }
 
