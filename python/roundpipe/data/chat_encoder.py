@@ -283,8 +283,8 @@ def _unlearnt(template: ChatTemplate, index: int, message: dict[str, Any], stret
         notes.append(LEFT_OUT)
     if thought_of(message) not in stretch:
         notes.append(NO_THOUGHTS)
-    says = words or names
-    if says and not template.without_own(stretch).strip():
+    is_written = (words and words in stretch) or any(name in stretch for name in names)
+    if (words or names) and not is_written and not template.without_own(stretch).strip():
         raise UnusableError(
             "broken",
             "the chat template writes nothing of an answer",

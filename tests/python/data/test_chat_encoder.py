@@ -234,6 +234,10 @@ def test_what_a_template_leaves_out_is_noted() -> None:
     assert encoded(silent, talk("a", "b", "c", "d")).notes == []
 
 
+def test_an_answer_may_be_a_token_of_its_own() -> None:
+    assert all_learnt(encoded(TEMPLATE, talk("a", "<|end|>"))) == [["<|end|><|im_end|>\n"]]
+
+
 def test_an_answer_may_come_first() -> None:
     for template in (TEMPLATE, HEADERS):
         found = encoded(template, [{"role": "assistant", "content": "hello"}, *talk("a", "b")])
