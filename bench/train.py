@@ -31,7 +31,7 @@ from roundpipe.train.loop import StepRecord, Training
 from roundpipe.train.model import load_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
-from roundpipe.train.progress import Screen
+from roundpipe.train.interface.progress import Screen
 from roundpipe.train.trackers import All, Metrics, TensorBoard
 
 WARM_UP = 3  # steps that do not count

@@ -22,7 +22,7 @@ from roundpipe.plan.command import plan
 from roundpipe.selftest.command import selftest
 from roundpipe.train.command import train
 from roundpipe.train.demo.command import demo
-from roundpipe.train.train_help import TrainCommand
+from roundpipe.train.interface.help import TrainCommand
 
 app = typer.Typer(
     name="roundpipe",

@@ -3,7 +3,7 @@
 Records are those of `roundpipe.data.records`: `{"messages": [{"role": "user", "content": "..."}, ...]}`,
 `{"prompt": "...", "completion": "..."}`, which counts as a question and its answer, and its other conversations.
 
-`chat_encoder` says how a conversation becomes tokens.
+`conversations.encoder` says how a conversation becomes tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from roundpipe.data.chat_encoder import ChatEncoder, ChatSample
-from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.encoder import ChatEncoder, ChatSample
 from roundpipe.data.records.formats import NO_ANSWER, format_of, item_of
 from roundpipe.data.records.reading import Record, kind_of, records_of
 from roundpipe.data.samples import IGNORED

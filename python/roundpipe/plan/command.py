@@ -11,7 +11,7 @@ import typer
 
 from roundpipe.plan.options import PlanOptions
 from roundpipe.plan.performance import STAGES_LEGEND
-from roundpipe.plan.sizes import sized, sized_of, unit_of
+from roundpipe.plan.performance.sizes import sized, sized_of, unit_of
 
 if TYPE_CHECKING:
     from roundpipe.plan.compare import Impossible

@@ -17,9 +17,9 @@ from roundpipe.plan.costs import CostSet, load
 from roundpipe.plan.fit import QUICK_EFFORT, ROW_STEP, Fit, longest_row
 from roundpipe.plan.model_folder import Train, is_model, measure_folder
 from roundpipe.plan.options import EFFORT_PER_SECOND, TOKENS, WITH_8BIT, PlanOptions
+from roundpipe.plan.performance.sizes import sized
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes
-from roundpipe.plan.sizes import sized
 
 _LONGEST_ROW = 1 << 20
 # What a plan needs that does not fit may be less than what one needs that does.

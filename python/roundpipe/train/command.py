@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from roundpipe.train.config import TrainConfig
-from roundpipe.train.train_help import show_all
+from roundpipe.train.interface.help import show_all
 
 
 @dataclass(frozen=True, kw_only=True)

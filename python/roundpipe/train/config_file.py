@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from roundpipe.files import read_toml
 from roundpipe.train.config import TrainConfig
-from roundpipe.train.option_names import instead_of, option_of
+from roundpipe.train.interface.option_names import instead_of, option_of
 
 _WIDTH = 110
 _KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}

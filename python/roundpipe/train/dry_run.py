@@ -25,9 +25,9 @@ from roundpipe.plan.shapes import ModelShapes
 from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
+from roundpipe.train.interface.progress import duration
 from roundpipe.train.model import base_of_adapter, meta_model, rule_of, tokenizer_of
 from roundpipe.train.nodes import RunNodes, launched_processes
-from roundpipe.train.progress import duration
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 
 # Rows are shortened by this to find what fits, and no further than this.

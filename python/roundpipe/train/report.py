@@ -14,10 +14,10 @@ from typing import Any
 import roundpipe
 from roundpipe.files import write_text
 from roundpipe.plan.performance.pictures import Span, legend_of, svg_of
-from roundpipe.plan.sizes import unit_of
-from roundpipe.train.charts import STYLE, Chart
+from roundpipe.plan.performance.sizes import unit_of
 from roundpipe.train.config import TrainConfig
-from roundpipe.train.progress import duration
+from roundpipe.train.interface.charts import STYLE, Chart
+from roundpipe.train.interface.progress import duration
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "peft", "safetensors")
 

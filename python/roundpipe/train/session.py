@@ -18,11 +18,11 @@ from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.batches import check_positions
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
+from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import check_run, load_model, save_result, tokenizer_of
 from roundpipe.train.nodes import RunNodes, joined_nodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
-from roundpipe.train.progress import Screen
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.run_folder import (
     DATA_FOLDER,

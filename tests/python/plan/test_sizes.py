@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from roundpipe.plan.sizes import sized, sized_of
+from roundpipe.plan.performance.sizes import sized, sized_of
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from roundpipe.cli import app
 from roundpipe.train.command import TrainOptions
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import read_config, written_config
-from roundpipe.train.option_names import _INSTEAD, ALIASES, FIRST, NEEDED
+from roundpipe.train.interface.option_names import _INSTEAD, ALIASES, FIRST, NEEDED
 
 ROOT = Path(__file__).resolve().parents[3]
 

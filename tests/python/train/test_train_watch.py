@@ -18,10 +18,10 @@ from rich.console import Console
 from roundpipe.checkpoints.runs.lines import Lines, read_lines
 from roundpipe.plan.performance.axes import around, tick_label, tick_step, ticks
 from roundpipe.plan.performance.pictures import Span
-from roundpipe.train.charts import Chart
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.interface.charts import Chart
+from roundpipe.train.interface.progress import Screen, StepLine, duration, parts_of
 from roundpipe.train.loop import EvaluationRecord, StepRecord
-from roundpipe.train.progress import Screen, StepLine, duration, parts_of
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.samples import make_prompts
 from roundpipe.train.trackers import All, Metrics, TensorBoard, WeightsAndBiases

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.conversation import UnusableError
+from roundpipe.data.conversations.conversation import UnusableError
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
 from roundpipe.data.records.formats import Item, Pair, Text, advice, format_of, item_of

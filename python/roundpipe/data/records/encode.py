@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from roundpipe.data.chat_encoder import ChatEncoder, EncodedChat
-from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.encoder import ChatEncoder, EncodedChat
 from roundpipe.data.records.formats import Item, Pair, Text, Tokens
 from roundpipe.data.records.options import DataOptions
 from roundpipe.data.records.store import Encoded, of_labels

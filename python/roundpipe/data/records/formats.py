@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record
 from roundpipe.data.samples import IGNORED

@@ -11,7 +11,7 @@ from typing import Any
 
 from roundpipe.data.records.extra import imported
 from roundpipe.data.records.reading import Note, Record, is_data, records_of, without_nulls
-from roundpipe.data.tokens.texts import files_of
+from roundpipe.data.tokens.texts import files_of, identity_of
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
@@ -55,8 +55,7 @@ class Source:
         if self.dataset is not None:
             yield _mark(self.dataset) or id(self.dataset), self.name
         for file in self.files:
-            found = file.stat()
-            yield (found.st_dev, found.st_ino), str(file)
+            yield identity_of(file), str(file)
 
 
 def sources_of(given: Sequence[Any]) -> list[Source]:

@@ -51,22 +51,19 @@ def tokenize(options: TokenizeOptions) -> None:
     from rich.progress import Progress, SpinnerColumn, TextColumn
 
     from roundpipe import _core
-    from roundpipe.data.records.sources import Source
     from roundpipe.data.tokenizer import load_tokenizer
-    from roundpipe.data.tokens.texts import files_of
+    from roundpipe.data.tokens.texts import files_of, identity_of
     from roundpipe.data.tokens.tokenize import Tokenized, tokenize_files
 
     if options.out.exists() and not options.overwrite:
         raise ValueError(f"[tokenize] {options.out} is there, expected a new file; give --overwrite to replace it")
     files = files_of(options.inputs)
-    found: dict[object, str] = {}
+    found: dict[tuple[int, int], Path] = {}
     for file in files:
-        for identity, name in Source(str(file), files=(file,)).identities():
-            if identity in found:
-                before = found[identity]
-                twice = f"{name} is given twice" if before == name else f"{before} and {name} are the same file"
-                raise ValueError(f"[tokenize] {twice}, expected each once; leave one out")
-            found[identity] = name
+        before = found.setdefault(identity_of(file), file)
+        if before is not file:
+            twice = f"{file} is given twice" if before == file else f"{before} and {file} are the same file"
+            raise ValueError(f"[tokenize] {twice}, expected each once; leave one out")
     try:
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

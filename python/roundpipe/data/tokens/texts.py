@@ -88,6 +88,12 @@ def files_of(inputs: Sequence[Path], where: str = "tokenize") -> list[Path]:
     return files
 
 
+def identity_of(file: Path) -> tuple[int, int]:
+    """What a file is, whatever path leads there."""
+    found = file.stat()
+    return found.st_dev, found.st_ino
+
+
 def texts_of(files: Sequence[Path], name: str, split: Split, dropped: Dropped) -> Iterator[Text]:
     """Yields the documents of the files, in order. JSONL files have one for each line.
 

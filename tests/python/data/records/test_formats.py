@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation, UnusableError
 from roundpipe.data.records.formats import Pair, Text, Tokens, format_of, item_of
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record

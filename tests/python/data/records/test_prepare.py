@@ -19,7 +19,7 @@ from tokenizers import normalizers, processors
 import roundpipe
 from process_memory import report_of
 from roundpipe.data.batches import Batches
-from roundpipe.data.chat_encoder import SPLIT
+from roundpipe.data.conversations.encoder import SPLIT
 from roundpipe.data.records import extra
 from roundpipe.data.records.prepare import DataOptions, DataSummary, PreparedData, Progress, prepare
 from roundpipe.data.samples import IGNORED

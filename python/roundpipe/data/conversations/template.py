@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation, UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.segment import Segment
 
-from roundpipe.train.loop import EvaluationRecord, StepRecord
+from roundpipe import _core
 
 _RECENT = 20  # steps that the time left is estimated from
 _GAP = "  "  # between the parts of a line; the engine's lines have it as well
@@ -28,7 +28,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def parts_of(record: StepRecord, left_s: float, held_out: str = "") -> list[str]:
+def parts_of(record: _core.StepRecord, left_s: float, held_out: str = "") -> list[str]:
     """The parts of a step's line behind its number, the most important first: loss, speed, time left, and the rest.
 
     Args:
@@ -110,7 +110,7 @@ class Screen:
         else:
             print(text, file=self._console.file, flush=True)
 
-    def on_step(self, record: StepRecord) -> None:
+    def on_step(self, record: _core.StepRecord) -> None:
         self._seconds.append(record.seconds)
         left_s = statistics.median(self._seconds) * (self._steps - record.step)
         parts = parts_of(record, left_s, self._held_out)
@@ -119,7 +119,7 @@ class Screen:
         elif record.step % self._log_every == 0 or record.step == self._steps:
             self.say(_GAP.join([f"step {record.step}/{self._steps}", *parts]))
 
-    def on_evaluation(self, record: EvaluationRecord) -> None:
+    def on_evaluation(self, record: _core.EvaluationRecord) -> None:
         self._held_out = f"held out {record.loss:.4f}"
         self.say(record.text())
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.chat_template import (
+from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.template import (
     ChatTemplate,
     RenderedChat,
     called,
@@ -24,9 +25,8 @@ from roundpipe.data.chat_template import (
     with_thought,
     words_of,
 )
-from roundpipe.data.chat_tokens import ChatSample as ChatSample
-from roundpipe.data.chat_tokens import Draft, tokenized
-from roundpipe.data.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.tokens import ChatSample as ChatSample
+from roundpipe.data.conversations.tokens import Draft, tokenized
 from roundpipe.data.samples import IGNORED
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from roundpipe.command_options import OnceEach
-from roundpipe.train.option_names import ALIASES, FIRST, NEEDED, instead_of
+from roundpipe.train.interface.option_names import ALIASES, FIRST, NEEDED, instead_of
 
 _ALL = "roundpipe.train.help_all"
 _PANELS = {"Needed": NEEDED, "What matters next": FIRST, "More": ("config", "help_all", "help")}

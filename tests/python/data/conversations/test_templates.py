@@ -9,8 +9,17 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.chat_encoder import CLOSED, GIVEN, NO_THOUGHTS, OPENED, SHORTER, SPLIT, ChatEncoder, EncodedChat
-from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.encoder import (
+    CLOSED,
+    GIVEN,
+    NO_THOUGHTS,
+    OPENED,
+    SHORTER,
+    SPLIT,
+    ChatEncoder,
+    EncodedChat,
+)
 from roundpipe.data.samples import IGNORED
 from tiny_chat import byte_tokenizer
 

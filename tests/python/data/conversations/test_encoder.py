@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.chat_encoder import NO_END, NO_THOUGHTS, NO_TOOLS, SHORTER, SPLIT, UNSEEN, ChatEncoder, EncodedChat
-from roundpipe.data.chat_tokens import APART, FIRST_LETTERS
-from roundpipe.data.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.encoder import (
+    NO_END,
+    NO_THOUGHTS,
+    NO_TOOLS,
+    SHORTER,
+    SPLIT,
+    UNSEEN,
+    ChatEncoder,
+    EncodedChat,
+)
+from roundpipe.data.conversations.tokens import APART, FIRST_LETTERS
 from roundpipe.data.samples import IGNORED
 from tiny_chat import TEMPLATE, byte_tokenizer, learnt, talk
 
