@@ -27,11 +27,11 @@ from roundpipe.data.balance import balanced_config
 from roundpipe.data.chat import load_tokenizer
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
+from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import StepRecord, Training
 from roundpipe.train.model import load_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
-from roundpipe.train.interface.progress import Screen
 from roundpipe.train.trackers import All, Metrics, TensorBoard
 
 WARM_UP = 3  # steps that do not count
