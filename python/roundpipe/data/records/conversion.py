@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe.data.conversations.conversation import UnusableError
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
-from roundpipe.data.records.formats import Item, Pair, Text, advice, format_of, item_of
+from roundpipe.data.records.formats import Item, Pair, Text, advice, format_of, item_of, names_of
 from roundpipe.data.records.options import DataOptions, Format
 from roundpipe.data.records.reading import Record, is_utf16
 from roundpipe.data.records.sources import Source
@@ -102,8 +102,9 @@ def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Itera
         counts.read += 1
         counts.broken.note(reason, where)
 
+    used: set[str] = set()
     records: Iterator[Record] = (
-        _renamed(record, options) for record in source.records(options.documents == "line", note)
+        _renamed(record, options.renamed, used) for record in source.records(options.documents == "line", note)
     )
     form: Format | None = None if options.format == "auto" else options.format
     if form is None:
@@ -122,6 +123,8 @@ def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Itera
             yield record, item_of(record, form)
         except UnusableError as error:
             _note(counts, error, record.where)
+    for name in options.renamed.keys() - used:
+        counts.notes.note(f"fields: no record has the member {options.renamed[name]} for {name}", source.name)
 
 
 def _first(records: Iterator[Record]) -> Iterator[Record]:
@@ -138,11 +141,14 @@ def _format_of(records: Sequence[Record]) -> Format | None:
     return found.most_common(1)[0][0] if found else None
 
 
-def _renamed(record: Record, options: DataOptions) -> Record:
-    if not options.fields or not isinstance(record.value, dict):
+def _renamed(record: Record, names: Mapping[str, str], used: set[str]) -> Record:
+    """The record with members by the names that the options give them, and not by others for the same."""
+    if not names or not isinstance(record.value, dict):
         return record
-    taken = {name: record.value[member] for name, member in options.renamed.items() if member in record.value}
-    return Record({**record.value, **taken}, record.where)
+    taken = {name: record.value[member] for name, member in names.items() if member in record.value}
+    used.update(taken)
+    others = {other for name in taken for other in names_of(name)}
+    return Record({name: each for name, each in record.value.items() if name not in others} | taken, record.where)
 
 
 def _batches(items: Iterator[tuple[Record, Item]]) -> Iterator[list[tuple[Record, Item]]]:

@@ -108,6 +108,12 @@ def advice(value: Any) -> str:
     return " ".join(f"--fields {shlex.quote(each)}" for each in named)
 
 
+def names_of(name: str) -> list[str]:
+    """All names of a member that has several; just this one, if it has no others."""
+    groups = [names.split("|") for members in _OTHERS.values() for names in members] + [_MORE.split("|")]
+    return next((group for group in groups if name in group), [name])
+
+
 def _names_in(value: Mapping[str, Any], names: str) -> list[str]:
     """Which of the names, with "|" between them, are those of members that are there."""
     return [name for name in names.split("|") if value.get(name) is not None]

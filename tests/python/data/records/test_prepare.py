@@ -112,6 +112,13 @@ def test_a_shape_that_is_not_known_names_what_to_type(tmp_path: Path) -> None:
     assert texts(data.train) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"]
 
 
+def test_fields_come_before_other_names_and_unused_ones_are_noted(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", {"Q": "q", "question": "another", "answer": "a"})
+    data = made(path, tmp_path / "out", max_length=64, fields=("prompt=Q", "system=rules"))
+    assert texts(data.train) == ["<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"]
+    assert data.summary.sources[0].notes.reasons == {"fields: no record has the member rules for system": 1}
+
+
 ODD = st.one_of(
     st.none(),
     st.integers(-3, 3),
