@@ -17,6 +17,9 @@ from torch_threads import one_torch_thread as one_torch_thread
 
 # The engine aborts if what is the user's would run with a lock of its own held: see `require_no_locks`.
 os.environ.setdefault("ROUNDPIPE_DEBUG_LOCKS", "1")
+# Kernels of an older processor, as a user may choose them, do not pack what oneDNN asks them to for a newer one.
+if os.environ.get("ATEN_CPU_CAPABILITY") in ("default", "avx2"):
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 # For devices that nobody has used yet, torch keeps every manual_seed() with its traceback, which takes longer than all
 # else in many tests. Here there are none.
 for kind in (torch.cuda, torch.mtia, torch.xpu):
