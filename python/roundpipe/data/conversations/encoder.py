@@ -305,10 +305,10 @@ def _unseen(conversation: Conversation, text: str) -> list[str]:
             notes = [NO_TOOLS]
     for message in conversation.messages:
         words = message.get("content")
-        if message["role"] == "assistant" or not isinstance(words, str):
+        if message["role"] == "assistant" or not isinstance(words, str) or words.strip() in text:
             continue
-        forms = (words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)[1:-1])
-        if not any(form.strip() in text for form in forms):
+        quoted = (json.dumps(words.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+        if not any(form in text for form in quoted):
             _note(notes, UNSEEN)
     return notes
 
