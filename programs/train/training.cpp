@@ -62,6 +62,12 @@ std::optional<int64_t> bytes_of(const std::string& size) {
   return parse_bytes(size, "train");
 }
 
+bool measures_steps(const Options& options) { return options.device_memory != "unmeasured"; }
+
+std::optional<int64_t> device_budget(const Options& options) {
+  return measures_steps(options) ? bytes_of(options.device_memory) : std::nullopt;
+}
+
 LanguageModelOptions model_options(const Options& options) {
   LanguageModelOptions made;
   if (!options.dtype.empty()) made.dtype = language::parse_dtype(options.dtype, "--dtype");
@@ -75,8 +81,8 @@ LanguageModelOptions model_options(const Options& options) {
   if (options.microbatches) run.microbatches = *options.microbatches;
   if (options.recompute_by_layer) run.recompute_grain = RecomputeGrain::kLayer;
   run.fault_tolerant = options.fault_tolerant;
-  made.model.measure_steps = options.device_memory != "unmeasured";
-  if (made.model.measure_steps) made.model.device_memory = bytes_of(options.device_memory);
+  made.model.measure_steps = measures_steps(options);
+  made.model.device_memory = device_budget(options);
   return made;
 }
 
@@ -198,7 +204,7 @@ void Training::check_memory() {
                ", the --host-memory; use another --optimizer or --moments, or fewer or shorter rows"));
   }
   const int64_t of_device = predicted.device.total();
-  if (const std::optional<int64_t> most = model_options(options_).model.device_memory; most && of_device > *most) {
+  if (const std::optional<int64_t> most = device_budget(options_); most && of_device > *most) {
     throw std::invalid_argument(concat("[train] the step is predicted to take ", format_bytes(of_device),
                                        " of a device, expected at most ", format_bytes(*most),
                                        ", the --device-memory; use more --microbatches, or shorter rows"));

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -23,18 +24,29 @@ def part_names(module: nn.Module) -> set[str]:
 
 def decoded_parameters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """The parameters of a model by name, encoded ones as their numbers, behind the others."""
-    encodings, parameters = encodings_of(model), dict(model.named_parameters())
-    parts = {name: [parameters.pop(name + suffix) for suffix in each.suffixes] for name, each in encodings.items()}
-    return [*parameters.items(), *((name, each.values(parts[name])) for name, each in encodings.items())]
+    plain, encoded = split_parameters(model)
+    return [*plain.items(), *((name, encoding.values(parts)) for name, (encoding, parts) in encoded.items())]
 
 
 def count_parameters(model: nn.Module) -> int:
     """How many numbers the parameters of a model are; those of encoded ones count, not their codes."""
-    parameters, count = dict(model.named_parameters()), 0
-    for name, encoding in encodings_of(model).items():
-        parts = [parameters.pop(name + suffix) for suffix in encoding.suffixes]
-        count += math.prod(encoding.sizes(parts))
-    return count + sum(parameter.numel() for parameter in parameters.values())
+    plain, encoded = split_parameters(model)
+    count = sum(math.prod(encoding.sizes(parts)) for encoding, parts in encoded.values())
+    return count + sum(parameter.numel() for parameter in plain.values())
+
+
+Encoded: TypeAlias = tuple[_core.Encoding, list[torch.Tensor]]
+"""How a parameter is encoded, and its parts."""
+
+
+def split_parameters(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Encoded]]:
+    """The plain parameters of a model, and its encoded ones, by their names."""
+    plain: dict[str, torch.Tensor] = dict(model.named_parameters())
+    encoded = {
+        name: (encoding, [plain.pop(name + suffix) for suffix in encoding.suffixes])
+        for name, encoding in encodings_of(model).items()
+    }
+    return plain, encoded
 
 
 def encodings_of(model: nn.Module) -> dict[str, _core.Encoding]:

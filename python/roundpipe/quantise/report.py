@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from roundpipe import _core
-from roundpipe.quantise.modules import encodings_of
+from roundpipe.quantise.modules import split_parameters
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class EncodedBytes:
 
 def encoded_bytes(model: nn.Module) -> EncodedBytes:
     """Counts the bytes of a model's parameters."""
-    parameters = dict(model.named_parameters())
-    encoded = decoded = 0
-    for name, encoding in encodings_of(model).items():
-        parts = [parameters.pop(name + suffix) for suffix in encoding.suffixes]
-        encoded += sum(part.nbytes for part in parts)
-        decoded += math.prod(encoding.sizes(parts)) * encoding.dtype.itemsize
-    return EncodedBytes(encoded, decoded, {name: parameter.nbytes for name, parameter in parameters.items()})
+    plain, encoded = split_parameters(model)
+    return EncodedBytes(
+        encoded=sum(part.nbytes for _, parts in encoded.values() for part in parts),
+        decoded=sum(math.prod(each.sizes(parts)) * each.dtype.itemsize for each, parts in encoded.values()),
+        others={name: parameter.nbytes for name, parameter in plain.items()},
+    )

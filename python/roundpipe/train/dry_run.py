@@ -88,8 +88,6 @@ def dry_run(
         )
     nodes = RunNodes.alone()
     folder = RunFolder(config, resume, nodes)
-    if config.steps is not None:
-        config.rate_factor(config.steps)  # refuses a warm-up that is longer
     if config.devices is not None:
         roundpipe.devices(config.devices)
     given = None if machine_file is None else _machine_of(machine_file)

@@ -64,8 +64,6 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
         imported_tensorboard()
     if config.wandb is not None and nodes.is_first:
         imported_wandb()
-    if config.steps is not None:
-        config.rate_factor(config.steps)  # refuses a warm-up that is longer
     if config.devices is not None:
         roundpipe.devices(config.devices)
     nodes.require_own_devices()

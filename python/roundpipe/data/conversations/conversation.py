@@ -99,11 +99,18 @@ def _renamed(message: dict[str, Any], index: int) -> dict[str, Any]:
         renamed["role"] = "tool"
     if call is None:
         return renamed
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or message.get("tool_calls"):
+    calls = [] if message.get("tool_calls") else calls_of([call])
+    if not calls:
         detail = f"message {index} has the function_call {str(call)[:80]!r}, expected one with name and arguments alone"
         raise UnusableError("broken", "a function_call that is no call", detail)
-    renamed["tool_calls"] = [{"type": "function", "function": {"arguments": {}, **call}}]
-    return {"content": None, **renamed}
+    return {"content": None, **renamed, "tool_calls": calls}
+
+
+def calls_of(functions: list[Any]) -> list[dict[str, Any]]:
+    """The `tool_calls` of objects with a name and arguments; none if one of them is something else."""
+    if not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in functions):
+        return []
+    return [{"type": "function", "function": {"arguments": {}, **each}} for each in functions]
 
 
 def _without(index: int, message: Any) -> UnusableError:

@@ -132,8 +132,9 @@ class ChatEncoder:
                 continue
             is_last = index + 1 == len(chat.messages)
             with_it = whole.text if is_last else chat.text(index + 1)
-            begin = _begin(template, chat, index, with_it, notes)
-            thinking = _with_its_thought(template, chat, index, with_it[begin:])
+            before = chat.text(index, ask=True) if index else ""
+            begin = _begin(template, chat, index, before, with_it, notes)
+            thinking = _with_its_thought(template, message, before, with_it[begin:])
             if thinking is not None:
                 with_it, begin = thinking
                 whole.text = with_it if is_last else whole.text
@@ -212,12 +213,11 @@ def _closing(template: ChatTemplate, message: dict[str, Any]) -> str:
     return template.closing if message["role"] == "assistant" and not message.get("tool_calls") else ""
 
 
-def _begin(template: ChatTemplate, chat: RenderedChat, index: int, with_it: str, notes: list[str]) -> int:
-    """Where an answer begins in the text up to its end."""
+def _begin(template: ChatTemplate, chat: RenderedChat, index: int, before: str, with_it: str, notes: list[str]) -> int:
+    """Where an answer begins in the text up to its end; `before`: what is asked of it, "" for the first message."""
     if index == 0:
         begin = template.first_begin(with_it)
     else:
-        before = chat.text(index, ask=True)
         if with_it.startswith(before):
             # Behind what a tool has answered, the prompt may be empty.
             return len(before) + (len(template.prompt) if with_it.startswith(template.prompt, len(before)) else 0)
@@ -235,14 +235,14 @@ def _begin(template: ChatTemplate, chat: RenderedChat, index: int, with_it: str,
     return begin
 
 
-def _with_its_thought(template: ChatTemplate, chat: RenderedChat, index: int, stretch: str) -> tuple[str, int] | None:
+def _with_its_thought(
+    template: ChatTemplate, message: dict[str, Any], before: str, stretch: str
+) -> tuple[str, int] | None:
     """The text up to the end of an answer with its thought, and where it begins, for a template that opens a thought
-    and does not write it; None for others."""
-    message = chat.messages[index]
+    and does not write it; None for others, and for the first message, which nothing is before."""
     thought, words = thought_of(message), words_of(message)
-    if index == 0 or not template.opens_thought or not thought or thought in stretch or words not in stretch:
+    if not before or not template.opens_thought or not thought or thought in stretch or words not in stretch:
         return None
-    before = chat.text(index, ask=True)
     ending = stretch[stretch.rfind(words) + len(words) :]
     return before + with_thought(message) + ending, len(before)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, UnusableError, calls_of, checked_messages
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record
 from roundpipe.data.samples import IGNORED
@@ -245,11 +245,11 @@ def _calls(text: Any, index: int) -> list[dict[str, Any]]:
         found = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         found = None
-    calls = found if isinstance(found, list) else [found]
-    if not calls or not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in calls):
+    calls = calls_of(found if isinstance(found, list) else [found])
+    if not calls:
         detail = f"turn {index} is {str(text)[:80]!r}, expected JSON with name and arguments"
         raise UnusableError("broken", "a function_call that is no call", detail)
-    return [{"type": "function", "function": {"arguments": {}, **each}} for each in calls]
+    return calls
 
 
 def _prompt(value: Mapping[str, Any], where: str) -> Conversation:

@@ -11,7 +11,7 @@ from typing import Any
 
 from roundpipe.data.records.extra import imported
 from roundpipe.data.records.reading import Note, Record, is_data, records_of, without_nulls
-from roundpipe.data.tokens.texts import files_of, identity_of
+from roundpipe.data.tokens.texts import files_of, first_repeated, identity_of
 
 _SAVED = ("dataset_info.json", "dataset_dict.json")
 
@@ -66,17 +66,16 @@ def sources_of(given: Sequence[Any]) -> list[Source]:
             one copy and trained on in the other.
     """
     sources = [source_of(each) for each in given]
-    names: dict[Hashable, str] = {}
-    for source in sources:
-        for identity, name in source.identities():
-            if identity in names:
-                before = names[identity]
-                twice = f"{name} is given twice" if before == name else f"{before} and {name} are the same"
-                raise ValueError(
-                    f"[data] {twice}, expected it once, since a record could be held out of one copy and trained on "
-                    f"in the other; if records are to appear more often, give their source a weight: {source.name}=2"
-                )
-            names[identity] = name
+    repeated = first_repeated(
+        (identity, (name, source.name)) for source in sources for identity, name in source.identities()
+    )
+    if repeated is not None:
+        (before, _), (name, source) = repeated
+        twice = f"{name} is given twice" if before == name else f"{before} and {name} are the same"
+        raise ValueError(
+            f"[data] {twice}, expected it once, since a record could be held out of one copy and trained on in the "
+            f"other; if records are to appear more often, give their source a weight: {source}=2"
+        )
     return sources
 
 

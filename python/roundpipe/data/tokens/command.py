@@ -52,18 +52,17 @@ def tokenize(options: TokenizeOptions) -> None:
 
     from roundpipe import _core
     from roundpipe.data.tokenizer import load_tokenizer
-    from roundpipe.data.tokens.texts import files_of, identity_of
+    from roundpipe.data.tokens.texts import files_of, first_repeated, identity_of
     from roundpipe.data.tokens.tokenize import Tokenized, tokenize_files
 
     if options.out.exists() and not options.overwrite:
         raise ValueError(f"[tokenize] {options.out} is there, expected a new file; give --overwrite to replace it")
     files = files_of(options.inputs)
-    found: dict[tuple[int, int], Path] = {}
-    for file in files:
-        before = found.setdefault(identity_of(file), file)
-        if before is not file:
-            twice = f"{file} is given twice" if before == file else f"{before} and {file} are the same file"
-            raise ValueError(f"[tokenize] {twice}, expected each once; leave one out")
+    repeated = first_repeated((identity_of(file), str(file)) for file in files)
+    if repeated is not None:
+        before, file = repeated
+        twice = f"{file} is given twice" if before == file else f"{before} and {file} are the same file"
+        raise ValueError(f"[tokenize] {twice}, expected each once; leave one out")
     try:
         columns = (SpinnerColumn(), TextColumn("{task.description}"))
         with Progress(*columns, console=Console(stderr=True), transient=True) as bar:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, TypeVar
 
 Split = Literal["file", "line"]
+Thing = TypeVar("Thing")
 _RECORDS = frozenset({".jsonl", ".ndjson"})
 _MOST_REASONS = 50
 _SHOWN = 5  # of Dropped.places, in its text
@@ -92,6 +93,16 @@ def identity_of(file: Path) -> tuple[int, int]:
     """What a file is, whatever path leads there."""
     found = file.stat()
     return found.st_dev, found.st_ino
+
+
+def first_repeated(identified: Iterable[tuple[Hashable, Thing]]) -> tuple[Thing, Thing] | None:
+    """The first two things that have one identity; None if no two have."""
+    things: dict[Hashable, Thing] = {}
+    for identity, thing in identified:
+        if identity in things:
+            return things[identity], thing
+        things[identity] = thing
+    return None
 
 
 def texts_of(files: Sequence[Path], name: str, split: Split, dropped: Dropped) -> Iterator[Text]:
