@@ -68,6 +68,8 @@ void bind_linear_cross_entropy(py::module_& module) {
       },
       py::arg("hidden"), py::arg("weight"), py::arg("bias"), py::arg("labels"), py::arg("options"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("linear_cross_entropy_of_tokens", &linear_cross_entropy_of_tokens, py::arg("hidden"), py::arg("weight"),
+             py::arg("bias"), py::arg("labels"), py::arg("options"), py::call_guard<py::gil_scoped_release>());
 }
 
 void bind_kernels(py::module_& module) {

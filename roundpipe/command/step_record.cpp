@@ -43,21 +43,27 @@ Metrics StepRecord::metrics() const {
     all.emplace_back("loss_scale", *loss_scale);
     all.emplace_back("skipped_steps", skipped_steps);
   }
+  if (accuracy) all.emplace_back("accuracy", *accuracy);
   return all;
 }
 
 std::string StepRecord::text() const {
-  std::string all = printed("loss %.4f  norm %.3g  rate %.3g  ", loss, grad_norm, learning_rate) +
-                    with_thousands(tokens_per_s()) + " tokens/s";
+  std::string all = printed("loss %.4f  ", loss) + (accuracy ? printed("%.0f%% right  ", *accuracy * 100) : "") +
+                    printed("norm %.3g  rate %.3g  ", grad_norm, learning_rate) + with_thousands(tokens_per_s()) +
+                    " tokens/s";
   if (busy) all += printed("  devices %.0f%% busy", *busy * 100);
   if (loss_scale) all += printed("  scale %g  skipped ", *loss_scale) + std::to_string(skipped_steps);
   return all + "  " + with_unit(device_bytes) + " a device, " + with_unit(host_bytes) + " host";
 }
 
-Metrics EvaluationRecord::metrics() const { return {{"evaluation_loss", loss}, {"evaluation_tokens", tokens}}; }
+Metrics EvaluationRecord::metrics() const {
+  if (!accuracy) return {{"evaluation_loss", loss}, {"evaluation_tokens", counted}};
+  return {{"evaluation_loss", loss}, {"evaluation_accuracy", *accuracy}, {"evaluation_answers", counted}};
+}
 
 std::string EvaluationRecord::text() const {
-  return concat("after ", step, " steps: held-out loss ") + printed("%.4f", loss);
+  const std::string right = accuracy ? printed(", %.0f%% right", *accuracy * 100) : "";
+  return concat("after ", step, " steps: held-out loss ") + printed("%.4f", loss) + right;
 }
 
 std::string metrics_line(int64_t step, const Metrics& metrics) {

@@ -28,6 +28,8 @@ struct StepRecord {
   // By which its loss was multiplied, of which `loss` shows nothing; none: no weights are in float16.
   std::optional<double> loss_scale = std::nullopt;
   int64_t skipped_steps = 0;  // of the run up to this one: changed nothing, as a gradient was inf or NaN
+  // Of answers that are compared: the share that the model is right about, from 0 to 1.
+  std::optional<double> accuracy = std::nullopt;
 
   double tokens_per_s() const { return seconds > 0 ? static_cast<double>(tokens) / seconds : 0; }
   Metrics metrics() const;
@@ -35,14 +37,16 @@ struct StepRecord {
   std::string text() const;
 };
 
-// An evaluation after `step` steps: the mean loss of the held-out tokens that count.
+// An evaluation after `step` steps: the mean loss of what counts of held-out data, which is tokens or, with an
+// accuracy, pairs or answers.
 struct EvaluationRecord {
   int64_t step = 0;
   double loss = 0;
-  int64_t tokens = 0;
+  int64_t counted = 0;
+  std::optional<double> accuracy = std::nullopt;
 
   Metrics metrics() const;
-  // "after 12 steps: held-out loss 2.1934"
+  // "after 12 steps: held-out loss 2.1934", "after 12 steps: held-out loss 0.6214, 71% right"
   std::string text() const;
 };
 

@@ -121,6 +121,8 @@ struct Work {
   bool weight_gradient = false;
   bool bias_gradient = false;
   bool is_fused = false;
+  // [tokens, 1], in the softmax's dtype: the gradient of each token's loss. Undefined: 1.
+  at::Tensor token_gradients;
 
   bool any_gradient() const { return hidden_gradient || weight_gradient || bias_gradient; }
   at::ScalarType softmax_dtype() const { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
@@ -219,6 +221,7 @@ class ChunkedHead {
     // masked out of the products below, which are smaller.
     probabilities.exp_();
     probabilities.scatter_(1, label, log_probability.expm1());
+    weigh(probabilities, begin, count);
     const at::Tensor gradient = undo_steps(count);
     const at::Tensor ignored_rows = ignored.unsqueeze(1);
     if (work_.hidden_gradient) add_hidden_gradient(gradient, begin, count).masked_fill_(ignored_rows, 0);
@@ -233,10 +236,15 @@ class ChunkedHead {
     token_losses_.narrow(0, begin, count)
         .copy_(kernels::cross_entropy_(logits, labels, work_.options.ignore_index, work_.any_gradient()));
     if (!work_.any_gradient()) return;
+    weigh(logits, begin, count);
     const at::Tensor gradient = undo_steps(count);
     if (work_.hidden_gradient) add_hidden_gradient(gradient, begin, count);
     if (work_.bias_gradient) add_bias_gradient(gradient);
     if (work_.weight_gradient) add_weight_gradient(gradient, hidden, begin == 0);
+  }
+
+  void weigh(const at::Tensor& gradient, int64_t begin, int64_t count) const {
+    if (work_.token_gradients.defined()) gradient.mul_(work_.token_gradients.narrow(0, begin, count));
   }
 
   void project(const at::Tensor& hidden) {
@@ -372,6 +380,13 @@ void scale_in_place(const at::Tensor& gradient, const at::Tensor& scale) {
   }
 }
 
+[[noreturn]] void refuse_second_derivative() {
+  refuse_loss(
+      "the backward pass was asked for a graph of its own, which it has none of; leave create_graph out, or use "
+      "linear and cross_entropy for second derivatives");
+}
+
+constexpr const char* kWork = "work";
 constexpr const char* kHidden = "hidden";
 constexpr const char* kWeight = "weight";
 constexpr const char* kBias = "bias";
@@ -404,11 +419,7 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
                                                  torch::autograd::variable_list output_gradients) {
-    if (at::GradMode::is_enabled()) {
-      refuse_loss(
-          "the backward pass was asked for a graph of its own, which it has none of; leave create_graph out, or use "
-          "linear and cross_entropy for second derivatives");
-    }
+    if (at::GradMode::is_enabled()) refuse_second_derivative();
     const auto unused = context->saved_data.find(kUnused);
     if (unused == context->saved_data.end()) {
       refuse_loss(
@@ -439,6 +450,48 @@ struct LinearCrossEntropyFunction : public torch::autograd::Function<LinearCross
   }
 };
 
+// The losses of tokens, each with a gradient of its own, which only the backward pass knows: it computes the logits
+// again.
+struct TokenLossesFunction : public torch::autograd::Function<TokenLossesFunction> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& hidden,
+                            const at::Tensor& weight, const std::optional<at::Tensor>& bias, const at::Tensor& labels,
+                            const Work& work) {
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    Work losses = work;
+    losses.hidden_gradient = losses.weight_gradient = losses.bias_gradient = false;
+    ChunkedHead head(hidden, weight, bias, labels, losses);
+    head.run();
+    context->save_for_backward({hidden, weight, bias.value_or(at::Tensor()), labels});
+    context->saved_data[kWork] = c10::IValue::make_capsule(c10::make_intrusive<SavedWork>(work));
+    return head.token_losses();
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list output_gradients) {
+    if (at::GradMode::is_enabled()) refuse_second_derivative();
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const torch::autograd::variable_list saved = context->get_saved_variables();
+    const at::Tensor& hidden = saved[0];
+    const at::Tensor& weight = saved[1];
+    const std::optional<at::Tensor> bias = saved[2].defined() ? std::optional(saved[2]) : std::nullopt;
+    Work work = c10::static_intrusive_pointer_cast<SavedWork>(context->saved_data[kWork].toCapsule())->work;
+    work.token_gradients = output_gradients[0].unsqueeze(1);
+    ChunkedHead head(hidden, weight, bias, saved[3], work);
+    head.run();
+    const auto as = [](const at::Tensor& gradient, const at::Tensor& input) {
+      return gradient.defined() ? gradient.to(input.scalar_type()) : at::Tensor();
+    };
+    return {as(head.gradients.hidden, hidden), as(head.gradients.weight, weight),
+            bias ? as(head.gradients.bias, *bias) : at::Tensor(), at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  struct SavedWork : public torch::CustomClassHolder {
+    explicit SavedWork(Work saved) : work(std::move(saved)) {}
+    Work work;
+  };
+};
+
 }  // namespace
 
 std::vector<LogitStep> softcap_steps(double cap) {
@@ -448,32 +501,56 @@ std::vector<LogitStep> softcap_steps(double cap) {
   return {{Kind::kDivide, cap}, {Kind::kTanh}, {Kind::kMultiply, cap}};
 }
 
-LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
-                                              const std::optional<at::Tensor>& bias, const at::Tensor& labels,
-                                              const LinearCrossEntropyOptions& options) {
-  const std::optional<at::Tensor> used_bias = bias && bias->defined() ? bias : std::nullopt;
-  check_shapes(hidden, weight, used_bias, labels);
-  check_devices(hidden, weight, used_bias, labels);
-  check_steps(options.steps);
+namespace {
 
-  const at::Tensor flat_labels = labels.reshape({-1});
-  check_labels(flat_labels, weight.size(0), options.ignore_index);
+// The arguments of a call, checked.
+struct Checked {
+  at::Tensor hidden, labels;  // [tokens, width], [tokens]
+  std::optional<at::Tensor> bias;
   Work work;
+};
+
+Checked checked(const at::Tensor& hidden, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                const at::Tensor& labels, const LinearCrossEntropyOptions& options) {
+  Checked call;
+  call.bias = bias && bias->defined() ? bias : std::nullopt;
+  check_shapes(hidden, weight, call.bias, labels);
+  check_devices(hidden, weight, call.bias, labels);
+  check_steps(options.steps);
+  call.labels = labels.reshape({-1});
+  check_labels(call.labels, weight.size(0), options.ignore_index);
+  Work& work = call.work;
   work.options = options;
-  work.dtype = projection_dtype(hidden, weight, used_bias);
-  const at::Tensor rows = hidden.reshape({flat_labels.size(0), hidden.size(-1)});
+  work.dtype = projection_dtype(hidden, weight, call.bias);
+  call.hidden = hidden.reshape({call.labels.size(0), hidden.size(-1)});
   work.is_fused = options.arithmetic == Arithmetic::kFast && work.dtype != at::kDouble;
   // The kernel computes in fp32 anyway.
   const auto widens = [](const LogitStep& step) { return step.kind == Kind::kFloat32; };
   if (work.is_fused && std::ranges::all_of(work.options.steps, widens)) work.options.steps.clear();
-  work.chunk_tokens = chunk_length(rows.size(0), weight, options);
+  work.chunk_tokens = chunk_length(call.hidden.size(0), weight, options);
   if (at::GradMode::is_enabled()) {
-    work.hidden_gradient = rows.requires_grad();
+    work.hidden_gradient = call.hidden.requires_grad();
     work.weight_gradient = weight.requires_grad();
-    work.bias_gradient = used_bias && used_bias->requires_grad();
+    work.bias_gradient = call.bias && call.bias->requires_grad();
   }
-  const auto outputs = LinearCrossEntropyFunction::apply(rows, weight, used_bias, flat_labels, work);
+  return call;
+}
+
+}  // namespace
+
+LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at::Tensor& weight,
+                                              const std::optional<at::Tensor>& bias, const at::Tensor& labels,
+                                              const LinearCrossEntropyOptions& options) {
+  const Checked call = checked(hidden, weight, bias, labels, options);
+  const auto outputs = LinearCrossEntropyFunction::apply(call.hidden, weight, call.bias, call.labels, call.work);
   return {outputs[0], options.token_losses ? outputs[1].reshape(labels.sizes()) : at::Tensor()};
+}
+
+at::Tensor linear_cross_entropy_of_tokens(const at::Tensor& hidden, const at::Tensor& weight,
+                                          const std::optional<at::Tensor>& bias, const at::Tensor& labels,
+                                          const LinearCrossEntropyOptions& options) {
+  const Checked call = checked(hidden, weight, bias, labels, options);
+  return TokenLossesFunction::apply(call.hidden, weight, call.bias, call.labels, call.work).reshape(labels.sizes());
 }
 
 }  // namespace roundpipe::ops

@@ -74,4 +74,11 @@ LinearCrossEntropyResult linear_cross_entropy(const at::Tensor& hidden, const at
                                               const std::optional<at::Tensor>& bias, const at::Tensor& labels,
                                               const LinearCrossEntropyOptions& options = {});
 
+// Likewise the loss of each token, [...], 0 for those that are ignored, as cross_entropy without a reduction: each may
+// have another gradient. The backward pass computes the logits once more, and holds as much memory as the call above;
+// between the two, only the arguments are held. options.token_losses and options.sums_products have no effect.
+at::Tensor linear_cross_entropy_of_tokens(const at::Tensor& hidden, const at::Tensor& weight,
+                                          const std::optional<at::Tensor>& bias, const at::Tensor& labels,
+                                          const LinearCrossEntropyOptions& options = {});
+
 }  // namespace roundpipe::ops

@@ -65,37 +65,52 @@ class BalancedSplit:
     Args:
         attention_mask: [rows, tokens], 0 for padding.
         quadratic: see `balance`.
+        group: so many rows, one behind the other, stay together, such as the two of a pair.
 
     Raises:
-        ValueError: the mask has another shape.
+        ValueError: the mask has another shape, or its rows are no multiple of a group.
     """
 
-    def __init__(self, attention_mask: torch.Tensor, *, quadratic: float = 0.0) -> None:
+    def __init__(self, attention_mask: torch.Tensor, *, quadratic: float = 0.0, group: int = 1) -> None:
         if attention_mask.dim() != 2 or not attention_mask.numel():
             raise ValueError(
                 f"[BalancedSplit] attention_mask has shape {tuple(attention_mask.shape)}, expected [rows, tokens]; "
                 "prepared masks of four dimensions cannot be cut"
+            )
+        if group < 1 or attention_mask.shape[0] % group:
+            raise ValueError(
+                f"[BalancedSplit] group is {group} and the batch has {attention_mask.shape[0]} rows, expected a "
+                "multiple of the group"
             )
         kept = attention_mask.bool()
         self._shape = tuple(attention_mask.shape)
         self._lengths: list[int] = kept.sum(dim=1).tolist()
         columns = torch.arange(1, kept.shape[1] + 1, device=kept.device)
         self._ends: list[int] = (kept * columns).amax(dim=1).tolist()
-        self._quadratic = quadratic
+        self._quadratic, self._group = quadratic, group
 
     @property
     def rows(self) -> int:
         """Of the batch."""
         return int(self._shape[0])
 
+    @property
+    def most(self) -> int:
+        """Microbatches that the batch can be cut into."""
+        return self.rows // self._group
+
     def parts(self, n: int) -> list[list[int]]:
         """The rows of each of `n` microbatches."""
-        if n > self.rows:
+        if n > self.most:
+            what = "row" if self._group == 1 else f"group of {self._group} rows"
             raise ValueError(
                 f"[BalancedSplit] the batch has {self.rows} rows, fewer than the {n} microbatches; expected at least "
-                f"one row for each: set num_microbatch to {self.rows} or less"
+                f"one {what} for each: set num_microbatch to {self.most} or less"
             )
-        return balance(self._lengths, n, quadratic=self._quadratic)
+        size = self._group
+        lengths = [sum(self._lengths[begin : begin + size]) for begin in range(0, self.rows, size)]
+        parts = balance(lengths, n, quadratic=self._quadratic)
+        return [[size * each + row for each in part for row in range(size)] for part in parts]
 
     def inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
@@ -157,13 +172,14 @@ def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None)
     return RoundPipeRunConfig(num_microbatch=min(wanted, rows), split_input=split_balanced)
 
 
-def rows_of_part(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, Any] | None:
+def rows_of_part(batch: Mapping[str, Any], part: int, parts: int, group: int = 1) -> dict[str, Any] | None:
     """Divides the rows of a batch among several parts, such as nodes, with about as many tokens each.
 
     Args:
         batch: keyword arguments of a model, with `attention_mask` or `labels`; see `BalancedSplit` for what is cut.
         part: which one, from 0.
         parts: how many there are.
+        group: see `BalancedSplit`.
 
     Returns:
         The arguments with this part's rows; the batch itself if it is the only part, and None if there are fewer rows
@@ -174,8 +190,8 @@ def rows_of_part(batch: Mapping[str, Any], part: int, parts: int) -> dict[str, A
     """
     if parts == 1:
         return dict(batch)
-    split = BalancedSplit(_kept(batch, "rows_of_part"))
-    rows = split.parts(min(parts, split.rows))
+    split = BalancedSplit(_kept(batch, "rows_of_part"), group=group)
+    rows = split.parts(min(parts, split.most))
     return split.of_rows(dict(batch), rows[part]) if part < len(rows) else None
 
 

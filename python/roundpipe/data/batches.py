@@ -111,13 +111,13 @@ class Batches:
             self._number = sum(1 for _ in self._groups())
         return self._number
 
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         for number, group in enumerate(self._groups()):
             if number < self._given:
                 continue
             self._given = number + 1
             samples = [self._samples[index] for index in group]
-            yield self._pack(samples) if self._packed else collate(samples, self._pad_token_id)
+            yield self._pack(samples) if self._packed else self._padded(samples)
         self._given = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,6 +164,9 @@ class Batches:
                     tokens += length
             if group:
                 yield group
+
+    def _padded(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        return collate(samples, self._pad_token_id)
 
     def _pack(self, samples: Sequence[Sample]) -> dict[str, torch.Tensor]:
         rows = pack(samples, self._max_length)

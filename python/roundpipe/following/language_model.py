@@ -26,10 +26,12 @@ from roundpipe.following.verification import Found, try_training, verify
 from roundpipe.model.call.loss_function import LossScaler, OwnLoss
 from roundpipe.model.losses.ending import Ending, Kept, loss_in
 from roundpipe.model.losses.loss_arguments import (
+    TOKEN_LOSSES,
     asks_for_router_loss,
     is_part_of_a_sum,
     leaves_loss_to_caller,
     take_return_logits,
+    take_token_losses,
 )
 from roundpipe.model.losses.reduction import (
     FoundLoss,
@@ -243,6 +245,9 @@ class LanguageModel:
         counts = self._counts(named)
         summed = self._adds(named[0])
         is_mean = not summed and not leaves_loss_to_caller(named[0])
+        batch, token_losses = take_token_losses(batch)
+        if token_losses:
+            self._refuse_token_losses(named[0])
         total = None
         if count is not None:
             total, batch = self._counted(count, counts, summed, named[0], batch)
@@ -257,7 +262,10 @@ class LanguageModel:
                 "[forward] return_logits is False and there are no labels; expected one of logits and loss"
             )
         kept = Kept.LOSS if loss_only else Kept.ALL_BUT_LOGITS if no_logits else Kept.ALL
-        shared: list[float] | list[None] = shares(counts, summed, total) or [None] * len(batch)
+        kept = Kept.TOKEN_LOSSES if token_losses else kept
+        shared: list[float] | list[None] = [None] * len(batch)
+        if not token_losses:
+            shared = shares(counts, summed, total) or shared
         routed: list[float] | list[None] = [None] * len(batch)
         of_node = 1.0 if count is None else count.share
         if self._sums_router_loss(named[0]) and (len(batch) > 1 or of_node != 1.0):
@@ -271,6 +279,17 @@ class LanguageModel:
         return [
             (args, {**kwargs, **further, ENDING: each}) for (args, kwargs), each in zip(batch, endings, strict=True)
         ]
+
+    def _refuse_token_losses(self, arguments: dict[str, Any]) -> None:
+        """Raises ValueError for a call whose loss of each token would not be what the model's loss is the mean of."""
+        name, expected = self.name, "expected a causal language model of transformers with its own cross-entropy"
+        if not self.is_causal or not isinstance(arguments.get("labels"), torch.Tensor):
+            raise ValueError(f"[forward] {TOKEN_LOSSES} is given to {name}, {expected}, and labels among the arguments")
+        if asks_for_router_loss(self._config, arguments):
+            raise ValueError(
+                f"[forward] {TOKEN_LOSSES} is given to {name} with output_router_logits, whose loss is no sum over "
+                "tokens; set it to False in the model's config"
+            )
 
     def _sums_router_loss(self, arguments: dict[str, Any]) -> bool:
         """Whether microbatches' losses are added, and each has a router's loss, which counts once for the batch."""

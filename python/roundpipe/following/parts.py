@@ -224,11 +224,15 @@ class Skeleton:
         """The stand-in for a module of the model."""
         return self._tree.of(original)
 
-    def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward."""
+    def refresh(self) -> None:
+        """Takes over what was changed on the model's modules since the last run; what was set on the stand-ins goes."""
         if self._tree.refresh():
             self.templates.clear()
             self._answer()
+
+    def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the forward."""
+        self.refresh()
         self._run = run
         given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor)
         self._be_on(next((tensor.device for tensor in given), self._device))
@@ -520,8 +524,11 @@ class After(Part):
         program, values, _, _ = state
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
-        postponing = self._postponing(skeleton) if self._postpones(values, program) else nullcontext()
-        with postponing, self._sharing_router_loss(skeleton, program.ending.router_share):
+        skeleton.refresh()
+        of_tokens = program.ending.kept is Kept.TOKEN_LOSSES
+        postpones = self._postpones(values, program)
+        with_loss = self._with_loss(skeleton, postpones, of_tokens) if postpones or of_tokens else nullcontext()
+        with with_loss, self._sharing_router_loss(skeleton, program.ending.router_share):
             outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
         outputs = program.ending.of(outputs, type(self.followed.language_model).__name__)
         check_real(outputs)
@@ -543,34 +550,40 @@ class After(Part):
     def _postpones(self, values: NumberedValues, program: Program) -> bool:
         """Whether postponing the logits is requested, possible, and saves much memory."""
         chunk = self.followed.loss_chunk_tokens
-        if program.ending.kept is Kept.ALL or chunk is None:
-            return False
-        head = self.followed.language_model.get_output_embeddings()
-        if type(head) is not nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        if program.ending.kept is Kept.ALL or chunk is None or not self._has_plain_head():
             return False
         hidden = next(values[number] for number in program.calls[-1].outputs if number is not None)
         tokens = hidden.shape[:-1].numel()
-        return tokens * head.out_features * 4 > LEAST_LOGITS_BYTES if chunk == "auto" else tokens > chunk
+        width: int = self.followed.language_model.get_output_embeddings().out_features
+        return tokens * width * 4 > LEAST_LOGITS_BYTES if chunk == "auto" else tokens > chunk
+
+    def _has_plain_head(self) -> bool:
+        head = self.followed.language_model.get_output_embeddings()
+        return type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
 
     @contextmanager
-    def _postponing(self, skeleton: Skeleton) -> Iterator[None]:
-        """Within the block, the head returns logits that are not computed, and the loss takes them."""
+    def _with_loss(self, skeleton: Skeleton, postpones: bool, of_tokens: bool) -> Iterator[None]:
+        """Within the block, the loss accepts logits that are not computed, which the head returns if it is postponed,
+        and is perhaps that of each token."""
         followed = self.followed
         model, chunk = followed.language_model, followed.loss_chunk_tokens
-        head: Any = skeleton.of(model.get_output_embeddings())
+        head: Any = skeleton.of(model.get_output_embeddings()) if postpones else None
         whole = skeleton.of(model)
         before = whole.__dict__.get("_loss_function")
-        head.__dict__["forward"] = lambda input: LazyLogits.make(input, head.weight, head.bias)
+        if postpones:
+            head.__dict__["forward"] = lambda input: LazyLogits.make(input, head.weight, head.bias)
         whole.__dict__["_loss_function"] = TokenLoss(
             model.loss_function,
             chunk if isinstance(chunk, int) else 0,
             followed.chunk_logit_bytes,
             followed.arithmetic,
+            of_tokens,
         )
         try:
             yield
         finally:
-            del head.__dict__["forward"]
+            if postpones:
+                del head.__dict__["forward"]
             if before is None:
                 del whole.__dict__["_loss_function"]
             else:

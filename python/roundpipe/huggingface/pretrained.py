@@ -42,6 +42,7 @@ def from_pretrained(
     frozen_weights: Literal["memory", "mmap"] = "memory",
     quantise: EncodedFormat | None = None,
     keep: Sequence[str] = (),
+    num_labels: int | None = None,
     **options: Any,
 ) -> RoundPipe:
     """Loads a causal language model on the host and wraps it.
@@ -59,6 +60,10 @@ def from_pretrained(
             of experts, in 4.5 bits each ("nf4": blocks of 64, as in QLoRA), 4.13 ("nf4-double": with scales of 8 bits),
             4.25 ("mxfp4") or 8 ("int8": rows). Embeddings, norms, routers and the head stay as they are.
         keep: modules whose weights stay as they are, by path or last part of it, such as "down_proj".
+        num_labels: loads the model as `AutoModelForSequenceClassification` with so many numbers for each row, such as 1
+            for a reward model. Files of a causal model have no such head: it then starts at random, as torch's seed
+            says, and the head over the vocabulary is left out. With `pad_token_id`, the numbers of a row are those of
+            its last token that is another.
         **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files. Training in
             torch.float16 needs a `GradScaler` (docs/float16.md).
@@ -93,7 +98,7 @@ def from_pretrained(
     register()  # attn_implementation="packed"
     admit = _host_check(base, mine.get("host_memory"), trains=adapter is None and peft_config is None)
     loading = _Loading(extra_tensors, frozen_weights == "mmap", admit, encodes, adapter is None and peft_config is None)
-    model: Any = _load(base, {"dtype": "auto", **options}, loading)
+    model: Any = _load(base, {"dtype": "auto", **options}, loading, num_labels)
     if adapter is not None:
         model = _peft().PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
     elif peft_config is not None:
@@ -179,12 +184,13 @@ def _host_check(
     return check
 
 
-def refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
+def refuse_other_kinds(base: str | os.PathLike[str], config: Any, scores: bool = False) -> None:
     """Refuses files of another kind of model than a causal one.
 
     Args:
         base: for the message.
         config: that of transformers.
+        scores: whether files of a model that gives numbers for each row will do, too.
 
     Raises:
         CheckpointError: they are of a model that transformers knows, of another kind.
@@ -194,6 +200,7 @@ def refuse_other_kinds(base: str | os.PathLike[str], config: Any) -> None:
 
     kind = next(iter(getattr(config, "architectures", None) or ()), "")
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "Model"))
+    causal = causal or (scores and kind.endswith("ForSequenceClassification"))
     if kind and not causal and hasattr(transformers, kind):
         raise CheckpointError(
             f"[from_pretrained] {base} holds a {kind}, expected a causal language model; load it with "
@@ -231,10 +238,12 @@ def _take_stored(base: object, config: Any, loading: _Loading) -> Any:
     return stored
 
 
-def _load(base: str | os.PathLike[str], options: dict[str, Any], loading: _Loading) -> PreTrainedModel:
+def _load(
+    base: str | os.PathLike[str], options: dict[str, Any], loading: _Loading, num_labels: int | None
+) -> PreTrainedModel:
     from transformers import AutoConfig
 
-    from roundpipe.huggingface.weights.direct_loading import load_causal_model
+    from roundpipe.huggingface.weights.direct_loading import load_language_model
 
     refuse_missing_folder(base, "from_pretrained")
     folder = Path(base)
@@ -248,12 +257,24 @@ def _load(base: str | os.PathLike[str], options: dict[str, Any], loading: _Loadi
     try:
         config = copy.deepcopy(options.pop("config", None)) or AutoConfig.from_pretrained(base)
         if loading.extra_tensors == "refuse":
-            refuse_other_kinds(base, config)
+            refuse_other_kinds(base, config, scores=num_labels is not None)
+        if num_labels is not None:
+            if num_labels < 1:
+                raise CheckpointError(f"[from_pretrained] num_labels is {num_labels}, expected at least 1")
+            config.num_labels = num_labels
+            config.pad_token_id = options.pop("pad_token_id", config.pad_token_id)
         # Who gives one decides what transformers does with the files.
         stored = None if "quantization_config" in options else _take_stored(base, config, loading)
         options = {"config": config, **options}
-        return load_causal_model(
-            base, loading.extra_tensors, loading.mapped, options, loading.admit, loading.quantise, stored
+        return load_language_model(
+            base,
+            loading.extra_tensors,
+            loading.mapped,
+            options,
+            loading.admit,
+            loading.quantise,
+            stored,
+            scores=num_labels is not None,
         )
     except (BudgetError, CheckpointError):
         raise

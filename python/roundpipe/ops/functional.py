@@ -30,7 +30,7 @@ def linear_cross_entropy(
     bias: torch.Tensor | None = None,
     *,
     ignore_index: int = -100,
-    reduction: Literal["sum", "mean"] = "sum",
+    reduction: Literal["sum", "mean", "none"] = "sum",
     softcap: float | None = None,
     scale: float | None = None,
     steps: Sequence[LogitStep] | None = None,
@@ -61,7 +61,8 @@ def linear_cross_entropy(
         labels: int64 `[...]`, from 0 to vocabulary - 1, or `ignore_index`. Checked on the CPU only.
         bias: `[vocabulary]`, of the same dtype.
         ignore_index: tokens with this label count neither in the loss nor in the mean.
-        reduction: "sum" over the tokens that are not ignored, or their "mean", which is 0 if there are none.
+        reduction: "sum" over the tokens that are not ignored, or their "mean", which is 0 if there are none. "none":
+            the loss of each token, 0 for those that are ignored; the backward pass computes the logits again.
         softcap: the logits become `softcap * tanh(logits / softcap)`, as in Gemma 2 (arXiv:2408.00118, section 2).
         scale: first multiplies the logits, as in Cohere's models.
         steps: instead of `softcap` and `scale`, a model's own operations in their order, so that in 16 bits they
@@ -75,15 +76,16 @@ def linear_cross_entropy(
             place, and sums of 16-bit products are not rounded where the device has such products. fp64 stays "exact".
 
     Returns:
-        A scalar in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are not supported.
+        A scalar, or with "none" `[...]`, in fp32, or in fp64 if `hidden` is. Second derivatives (`create_graph`) are
+        not supported.
 
     Raises:
         ValueError: shapes, dtypes, devices, labels or options do not fit; the message says which.
         RuntimeError: raised by `backward` with `create_graph`, or by a second `backward` without `retain_graph` before.
     """
-    if reduction not in ("sum", "mean"):
+    if reduction not in ("sum", "mean", "none"):
         raise ValueError(
-            f"[linear_cross_entropy] reduction is {reduction!r}, expected 'sum' or 'mean'; pass one of them"
+            f"[linear_cross_entropy] reduction is {reduction!r}, expected 'sum', 'mean' or 'none'; pass one of them"
         )
     options = _core.LinearCrossEntropyOptions()
     options.ignore_index = ignore_index
@@ -91,6 +93,8 @@ def linear_cross_entropy(
     options.chunk_logit_bytes = chunk_logit_bytes
     options.arithmetic = arithmetic
     options.steps = _logit_steps(softcap, scale, steps)
+    if reduction == "none":
+        return _core.linear_cross_entropy_of_tokens(hidden, weight, bias, labels, options)
     total = _core.linear_cross_entropy(hidden, weight, bias, labels, options)
     if reduction == "sum":
         return total

@@ -96,6 +96,7 @@ def make_model(
     quantise: str | None = None,
     keep: Sequence[str] = (),
     folder: Path | None = None,
+    scores: bool = False,
 ) -> nn.Module:
     """Makes the model on the meta device.
 
@@ -105,11 +106,12 @@ def make_model(
         adapters: trains these instead.
         quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `from_pretrained`.
         folder: with the model's files, whose headers are read if the config says that weights are encoded there.
+        scores: with a head of `config.num_labels` numbers for each row instead of one over the vocabulary.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     AttentionInterface.register(_ATTENTION, _fused_attention)
     config = copy.deepcopy(config)
@@ -117,7 +119,7 @@ def make_model(
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         del config.quantization_config
-    maker: Any = AutoModelForCausalLM
+    maker: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     try:
         with _META:
             model: Any = maker.from_config(config, dtype=dtype)

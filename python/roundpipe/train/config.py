@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -34,6 +34,16 @@ def _option(panel: str, text: str, **more: Any) -> Any:
 def _shared(panel: str, name: str, **more: Any) -> Any:
     return _option(panel, _OPTIONS[name]["help"], **more)
 
+
+Task = Literal["sft", "dpo", "kto", "reward"]
+_FORMATS: dict[Task, Format] = {"dpo": "preference", "reward": "preference", "kto": "rated"}
+_OPTIONS_OF_TASKS: dict[str, tuple[Task, ...]] = {
+    "beta": ("dpo", "kto"),
+    "good_weight": ("kto",),
+    "bad_weight": ("kto",),
+}
+_BETA = 0.1
+_RATES = {False: 1e-6, True: 1e-5}  # of dpo and kto, without and with adapters; TRL's for a whole model
 
 _RUN, _ADAPTERS, _DATA, _RULE = "Run", "Adapters", "Data and steps", "Optimizer"
 _WATCH, _SAVING, _MACHINE = "Evaluation and logs", "Saving", "Devices and memory"
@@ -66,6 +76,14 @@ class TrainConfig:
         str,
         _option(_RUN, "Folder of the run: result, checkpoints, metrics, report.", metavar="DIR", show_default=False),
     ] = ""
+    task: Annotated[
+        Task,
+        _option(
+            _RUN,
+            "sft: the answers. dpo: which answer of a pair is better. kto: good and bad answers. reward: a model that "
+            "scores answers. Of the last three, each sample has a row.",
+        ),
+    ] = "sft"
     seed: Annotated[int, _shared(_RUN, "seed")] = _OPTIONS["seed"]["default"]
     dtype: Annotated[Literal["float32", "bfloat16", "float16"] | None, _shared(_RUN, "dtype", show_default=False)] = (
         None
@@ -137,6 +155,21 @@ class TrainConfig:
     ]
     warmup_steps: Annotated[int, _shared(_RULE, "warmup_steps")] = _OPTIONS["warmup_steps"]["default"]
     floor: Annotated[float, _shared(_RULE, "floor")] = _OPTIONS["floor"]["default"]
+    beta: Annotated[
+        float | None,
+        _option(
+            _RULE,
+            f"Of dpo and kto: how close to the model at the start (default: {_BETA}). Their learning rate is "
+            f"{_RATES[False]:g} by default, for adapters {_RATES[True]:g}.",
+            show_default=False,
+        ),
+    ] = None
+    good_weight: Annotated[
+        float | None, _option(_RULE, "Of kto: what a good answer counts (default: 1).", show_default=False)
+    ] = None
+    bad_weight: Annotated[
+        float | None, _option(_RULE, "Of kto: what a bad answer counts (default: 1).", show_default=False)
+    ] = None
     asynchronous: Annotated[bool, _shared(_RULE, "asynchronous")] = _OPTIONS["asynchronous"]["default"]
 
     evaluate_every: Annotated[
@@ -191,11 +224,45 @@ class TrainConfig:
                 raise refused(name, getattr(self, name), f"at least {least}")
         if not 0 <= self.held_out < math.inf or (self.held_out >= 1 and self.held_out != int(self.held_out)):
             raise refused("held_out", self.held_out, "a share below 1, or a whole number of records")
-        if self.format == "preference":
-            raise refused("format", self.format, "texts or conversations; RoundPipeDPOTrainer trains on pairs")
+        self._check_task()
         for name in ("evaluate_every", "sample_prompts"):
             if getattr(self, name) is not None and not self.held_out:
                 raise refused(name, getattr(self, name), "it only with --held-out above 0")
+
+    def _check_task(self) -> None:
+        if self.task not in get_args(Task):
+            raise refused("task", self.task, f"one of {', '.join(get_args(Task))}")
+        if self.task == "sft" and self.format in _FORMATS.values():
+            tasks = [task for task, form in _FORMATS.items() if form == self.format]
+            raise refused("format", self.format, f"it only with --task {' or '.join(tasks)}")
+        if self.task != "sft" and self.format not in ("auto", _FORMATS[self.task]):
+            raise refused("format", self.format, f"{_FORMATS[self.task]} or auto, with --task {self.task}")
+        for name, tasks_with in _OPTIONS_OF_TASKS.items():
+            value = getattr(self, name)
+            if value is not None and self.task not in tasks_with:
+                raise refused(name, value, f"it only with --task {' or '.join(tasks_with)}")
+            if value is not None and not 0 < value < math.inf:
+                raise refused(name, value, "a number above 0")
+        if self.task == "reward" and self.sample_prompts:
+            raise refused("sample_prompts", self.sample_prompts, "none: a reward model does not write")
+        if self.task != "sft" and self.overlong == "cut" and self.documents != "file":
+            raise refused("documents", self.documents, "file: texts are not compared")
+
+    @property
+    def record_format(self) -> Format:
+        """What the records of the data have to be."""
+        return self.format if self.task == "sft" else _FORMATS[self.task]
+
+    @property
+    def preference_beta(self) -> float:
+        """The factor of log-probabilities in the losses of dpo and kto."""
+        return _BETA if self.beta is None else self.beta
+
+    @property
+    def rating_weights(self) -> tuple[float, float]:
+        """What a good answer counts in the loss of kto, and a bad one."""
+        good, bad = (1.0 if weight is None else weight for weight in (self.good_weight, self.bad_weight))
+        return good, bad
 
     @property
     def trains_adapters(self) -> bool:
@@ -207,7 +274,7 @@ class TrainConfig:
     @property
     def packed(self) -> bool:
         """Whether samples share rows."""
-        return self.rows == "packed"
+        return self.rows == "packed" and self.task == "sft"
 
     @property
     def rule_options(self) -> dict[str, float]:
@@ -252,7 +319,10 @@ class TrainConfig:
 
     def _shared_values(self) -> dict[str, Any]:
         """The options that `roundpipe-train` has as well; those that are not given are None."""
-        return {name: None if getattr(self, name) == "" else getattr(self, name) for name in _OPTIONS}
+        values = {name: None if getattr(self, name) == "" else getattr(self, name) for name in _OPTIONS}
+        if self.task in ("dpo", "kto") and self.learning_rate is None:
+            values["learning_rate"] = _RATES[bool(self.lora or self.dora or self.adapter)]
+        return values
 
 
 def refused(name: str, value: object, expected: str) -> ValueError:

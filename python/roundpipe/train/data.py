@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -15,9 +14,11 @@ from roundpipe.data.batches import Batches
 from roundpipe.data.records.prepare import DataOptions, PreparedData, open_prepared, prepare
 from roundpipe.data.records.store import SampleFiles
 from roundpipe.data.records.summary import DataSummary
+from roundpipe.data.samples import SampleStore
 from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.nodes import RunNodes
+from roundpipe.train.tasks.samples import PairBatches, PairSamples, RatedBatches, RatedSamples
 
 # A run of so many steps reads the data again and again; an epoch has at least one step.
 _ENDLESS = 1_000_000_000
@@ -32,6 +33,7 @@ class RunData:
         held_out: of an evaluation; empty without held-out data.
         samples: that the batches of steps are made of.
         held_out_samples: that those of an evaluation are made of.
+        kind: the class of the batches, and `sizes` its arguments, but for epochs and seed.
         steps: the number of steps.
         summary: what was read, for reports.
         outdated: whether a run that goes on has samples of data that has changed since.
@@ -39,8 +41,10 @@ class RunData:
 
     train: Batches
     held_out: Batches | list[Any]
-    samples: Sequence[Any]
-    held_out_samples: Sequence[Any]
+    samples: SampleStore
+    held_out_samples: SampleStore
+    kind: type[Batches]
+    sizes: dict[str, Any]
     steps: int
     summary: DataSummary
     outdated: bool
@@ -67,7 +71,7 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
     """
     options = DataOptions(
         max_length=config.length,
-        format=config.format,
+        format=config.record_format,
         fields=tuple(config.fields or ()),
         held_out=config.held_out,
         overlong=config.overlong,
@@ -96,22 +100,38 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
             "be one folder, on a file system that all nodes see"
         )
     found = opened[0]
-    if found.summary.pairs:
+    if found.summary.pairs and config.task == "sft":
         raise ValueError(
             f"[train] {', '.join(config.data or ())} has preference pairs, expected texts or conversations, whose "
-            "tokens are learnt; train on pairs with roundpipe.huggingface.RoundPipeDPOTrainer, or give other data"
+            "tokens are learnt; train on pairs with --task dpo or --task reward, or give other data"
         )
+    kind, samples, held = _compared(config.task, found)
     sizes: dict[str, Any] = {
-        "batch_tokens": config.tokens_of_step,
+        # Of a pair, both rows have to fit.
+        "batch_tokens": max(config.tokens_of_step, 2 * config.length if found.summary.pairs else 0),
         "max_length": config.length,
         "packed": config.packed,
         "pad_token_id": padding_token_id(tokenizer),
     }
     epochs = config.epochs if config.steps is None else _ENDLESS
-    train = Batches(found.train, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
+    train = kind(samples, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(train) if config.steps is None else config.steps
-    held_out: Batches | list[Any] = Batches(found.held_out, **sizes) if len(found.held_out) else []
-    return RunData(train, held_out, found.train, found.held_out, steps, found.summary, found.outdated)
+    held_out: Batches | list[Any] = kind(held, **sizes) if len(held) else []
+    return RunData(train, held_out, samples, held, kind, sizes, steps, found.summary, found.outdated)
+
+
+def _compared(task: str, found: PreparedData) -> tuple[type[Batches], SampleStore, SampleStore]:
+    """The batches of a task, and its samples for training and held out."""
+    if task == "sft":
+        return Batches, found.train, found.held_out
+    if task != "kto":
+        return PairBatches, PairSamples(found.train), PairSamples(found.held_out)
+    if len(found.train) < 2:
+        raise ValueError(
+            "[train] the data has one rated answer to train on, expected several: kto compares with answers to other "
+            "questions; give more data"
+        )
+    return RatedBatches, RatedSamples(found.train), RatedSamples(found.held_out, found.train)
 
 
 def _prepared(config: TrainConfig, tokenizer: Any, options: DataOptions, folder: Path, goes_on: bool) -> PreparedData:

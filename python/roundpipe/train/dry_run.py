@@ -29,6 +29,7 @@ from roundpipe.train.interface.progress import duration
 from roundpipe.train.model import base_of_adapter, meta_model, rule_of, tokenizer_of
 from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
+from roundpipe.train.tasks.samples import PAIR
 
 # Rows are shortened by this to find what fits, and no further than this.
 _SHORTER, _SHORTEST = 2, 64
@@ -119,9 +120,10 @@ def _machine_of(file: str | Path) -> Machine:
 
 def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     pool = roundpipe.devices()
-    all_rows = max(1, config.tokens_of_step // config.length)
-    microbatches = min(config.microbatches or len(pool) + 1, all_rows)
-    rows = math.ceil(all_rows / microbatches)
+    group = PAIR if config.task in ("dpo", "reward") else 1  # rows that stay together
+    groups = max(1, config.tokens_of_step // (group * config.length))
+    microbatches = min(config.microbatches or len(pool) + 1, groups)
+    rows = group * math.ceil(groups / microbatches)
     device = torch.device(pool.torch_devices[0])
     shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)))
     dtype = next(shapes.model.parameters()).dtype
@@ -153,7 +155,7 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
 def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShapes:
     name = base_of_adapter(config.adapter) if config.adapter else config.model
     return measure_shapes(
-        meta_model(config), config.length, Path(name).name, rows, chunk_logit_bytes, config.arithmetic
+        meta_model(config, causal=True), config.length, Path(name).name, rows, chunk_logit_bytes, config.arithmetic
     )
 
 

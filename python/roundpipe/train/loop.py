@@ -15,15 +15,12 @@ import torch
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.data.balance import balanced_config
-from roundpipe.data.collate import count_label_tokens
-from roundpipe.huggingface.evaluation import held_out_sum
-from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
 from roundpipe.model.step.fused_optimizer import Step
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
-from roundpipe.train.loss_scaling import LossScaling
 from roundpipe.train.nodes import RunNodes
+from roundpipe.train.tasks.loss_scaling import LossScaling
+from roundpipe.train.tasks.objective import Begun, Objective, Told, of_all
 
 StepRecord: TypeAlias = _core.StepRecord
 EvaluationRecord: TypeAlias = _core.EvaluationRecord
@@ -42,15 +39,13 @@ class _Begun:
     """A step whose loss has not been read.
 
     Attributes:
-        pending: this node's call; None: the node has no rows.
-        labels: of its rows, that count.
+        call: this node's; None: the node has no rows.
         tokens: of the whole batch.
         scale: by which the loss is multiplied; None: it is not.
     """
 
     step: int
-    pending: Any
-    labels: int
+    call: Begun | None
     made: Step
     rate: float
     tokens: int
@@ -68,6 +63,7 @@ class Training:
         data: the batches.
         folder: of the checkpoints.
         nodes: which share each batch's rows. All methods are collective.
+        objective: makes the calls.
 
     Attributes:
         step: the last step of which the observer was told.
@@ -83,9 +79,10 @@ class Training:
         data: RunData,
         folder: Path,
         nodes: RunNodes,
+        objective: Objective,
     ) -> None:
         self._config, self._model, self._optimizer, self._schedule = config, model, optimizer, schedule
-        self._data, self._folder, self._nodes = data, folder, nodes
+        self._data, self._folder, self._nodes, self._objective = data, folder, nodes, objective
         self._scaling = LossScaling() if _has_float16(model) else None
         self._journal: roundpipe.RunJournal | None = None
         self._observer: Observer | None = None
@@ -155,13 +152,8 @@ class Training:
         return False
 
     def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
-        rows = self._nodes.rows_of(batch)
-        pending, labels, scaler = None, 0, self._scaler
-        if rows is not None:
-            cut = balanced_config(rows, self._config.microbatches)
-            loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
-            pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=cut)
-            labels = count_label_tokens(rows["labels"])
+        scaler = self._scaler
+        call = self._objective.begin(batch, scaler)
         scale = None if scaler is None else scaler.get_scale()
         rate = float(self._optimizer.param_groups[0]["lr"])
         made = self._model.step(
@@ -173,10 +165,11 @@ class Training:
         )
         mask = batch.get("attention_mask")
         tokens = batch["input_ids"].numel() if mask is None else int(mask.sum())
-        return _Begun(step, pending, labels, made, rate, tokens, scale)
+        return _Begun(step, call, made, rate, tokens, scale)
 
     def _read(self, begun: _Begun) -> None:
-        loss, norm, skipped = self._loss_of(begun), begun.made.grad_norm, 0
+        told = self._told(begun)
+        loss, norm, skipped = told.loss, begun.made.grad_norm, 0
         if self._scaling is not None and begun.scale is not None:
             skipped = self._scaling.count(begun.step, begun.made, begun.scale)
         now = time.perf_counter()
@@ -192,23 +185,20 @@ class Training:
             _core.resident_bytes(),
             begun.scale,
             skipped,
+            told.accuracy,
         )
         self._since = now
         assert self._observer is not None
         self._note(begun.step, loss, norm)
         self.step = begun.step
-        if begun.pending is not None:
-            self.last_call = begun.pending
+        if begun.call is not None:
+            self.last_call = begun.call.pending
         self._observer.on_step(record)
 
-    def _loss_of(self, begun: _Begun) -> float:
-        """The mean over the labels of the whole batch."""
-        told = self._nodes.each(lambda: (0.0 if begun.pending is None else float(begun.pending.loss()), begun.labels))
+    def _told(self, begun: _Begun) -> Told:
+        """What all nodes tell of a step's batch."""
         scale = 1.0 if begun.scale is None else begun.scale
-        counted = [(loss / scale, labels) for loss, labels in told if labels]
-        if len(counted) == 1:
-            return counted[0][0]
-        return sum(loss * labels for loss, labels in counted) / sum(labels for _, labels in counted)
+        return of_all(self._nodes.each(lambda: Told(0.0, 0) if begun.call is None else begun.call.told(scale)))
 
     def _note(self, step: int, loss: float, norm: float) -> None:
         """Records a step in the journal. A journal that cannot be written does not end the training."""
@@ -223,14 +213,12 @@ class Training:
     def _evaluate(self, step: int) -> None:
         if not self._data.held_out:
             return
-        parts = (self._nodes.rows_of(batch) for batch in self._data.held_out)
         # Evaluations do not count among the calls that key the random numbers of steps.
         calls = self._model.calls
-        told = self._nodes.each(lambda: held_out_sum(self._model, (part for part in parts if part is not None)))
+        told = of_all(self._nodes.each(lambda: self._objective.evaluate(self._data.held_out)))
         self._model.calls = calls
-        total, tokens = sum(loss for loss, _ in told), sum(count for _, count in told)
         assert self._observer is not None
-        self._observer.on_evaluation(EvaluationRecord(step, total / tokens, tokens))
+        self._observer.on_evaluation(EvaluationRecord(step, told.loss, told.counted, told.accuracy))
         self._since = time.perf_counter()
 
     def _save(self, step: int) -> None:

@@ -25,6 +25,7 @@ from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
 _OF_AN_ADAPTER = "adapter_config.json"
+_SCORES = 1  # of a row, for a reward model
 
 
 def base_of(config: TrainConfig) -> str:
@@ -97,8 +98,11 @@ def _told(what: str, expected: str) -> Iterator[None]:
         raise ValueError(f"[train] {what}: {first_lines(error)}; expected {expected}") from error
 
 
-def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
+def load_model(config: TrainConfig, pad_token_id: int | None = None) -> roundpipe.RoundPipe:
     """Loads the model in training mode.
+
+    Args:
+        pad_token_id: of the batches; a reward model finds the end of a row by it.
 
     Raises:
         ValueError: it cannot be loaded or followed, does not fit the budget of the host, or is to read packed rows and
@@ -111,6 +115,8 @@ def load_model(config: TrainConfig) -> roundpipe.RoundPipe:
         options["dtype"] = getattr(torch, config.dtype)
     if config.lora or config.dora:
         options["peft_config"] = lora_of(config)
+    if config.task == "reward":
+        options |= {"num_labels": _SCORES, "pad_token_id": pad_token_id}
     run_config = RoundPipeRunConfig(
         num_microbatch=config.microbatches,
         recompute_grain="layer" if config.recompute_by_layer else None,
@@ -162,8 +168,11 @@ def rule_of(config: TrainConfig) -> UpdateRule:
     return UpdateRule(config.optimizer, config.moments, config.momentum or 0.0)
 
 
-def meta_model(config: TrainConfig) -> nn.Module:
+def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
     """The model of a run with its adapters, without values.
+
+    Args:
+        causal: with a head over the vocabulary for every task.
 
     Raises:
         ValueError: `base_of` does, the model cannot be made or adapted so, or its weights are encoded and are to be
@@ -176,7 +185,10 @@ def meta_model(config: TrainConfig) -> nn.Module:
         adapters.inference_mode = False  # a saved adapter is frozen
     with _told(f"the config of {base} cannot be read", "the config.json of a causal language model of transformers"):
         model_config: Any = AutoConfig.from_pretrained(base)
-        refuse_other_kinds(base, model_config)
+        scores = config.task == "reward"
+        refuse_other_kinds(base, model_config, scores)
+        if scores:
+            model_config.num_labels = _SCORES
         name = config.dtype or model_config.dtype or "float32"
         dtype = name if isinstance(name, torch.dtype) else getattr(torch, str(name).removeprefix("torch."))
     with _told(f"the model of {base} cannot be made", "sizes in its config that fit, and adapters for its layers"):
@@ -187,6 +199,7 @@ def meta_model(config: TrainConfig) -> nn.Module:
             quantise=config.quantise,
             keep=config.quantise_keep or (),
             folder=Path(base) if Path(base).is_dir() else None,
+            scores=scores and not causal,
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -203,7 +216,7 @@ def lora_of(config: TrainConfig) -> Any:
         ValueError: peft is not installed.
     """
     return _peft("--lora and --dora").LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if config.task == "reward" else "CAUSAL_LM",
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,

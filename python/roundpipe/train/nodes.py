@@ -101,9 +101,9 @@ class RunNodes:
                         "on each machine, which uses all of its devices; start torchrun with --nproc-per-node 1"
                     )
 
-    def rows_of(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
-        """This node's rows of a batch; None: it has none."""
-        return rows_of_part(batch, self.rank, self.size)
+    def rows_of(self, batch: Mapping[str, Any], group: int = 1) -> dict[str, Any] | None:
+        """This node's rows of a batch, of which so many stay together; None: it has none."""
+        return rows_of_part(batch, self.rank, self.size, group)
 
 
 def launched_processes() -> str:

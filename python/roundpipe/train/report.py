@@ -75,6 +75,8 @@ def _summary(report: RunReport) -> str:
         rows.append(("held-out loss", f"{evaluations[0][1]:.4f} before, {evaluations[-1][1]:.4f} after training"))
     elif losses:
         rows.append(("loss", f"{losses[0][1]:.4f} in the first step, {losses[-1][1]:.4f} in the last"))
+    if right := _of(report.metrics, "evaluation_accuracy", 100):
+        rows.append(("held-out answers right", f"{right[0][1]:.0f} % before, {right[-1][1]:.0f} % after training"))
     if scales := _of(report.metrics, "loss_scale"):
         skipped = _of(report.metrics, "skipped_steps")[-1][1]
         rows.append(("skipped steps", f"{skipped:,.0f}, as a gradient in float16 was inf or NaN"))
@@ -94,6 +96,12 @@ def _curves(report: RunReport) -> str:
             "better, the model learns by heart.",
             [("training", _of(lines, "loss")), ("held out", _of(lines, "evaluation_loss"))],
             from_zero=False,
+        ),
+        Chart(
+            "answers right, %",
+            "How often the model prefers the better answer, or tells a good one from a bad one: half is chance.",
+            [("training", _of(lines, "accuracy", 100)), ("held out", _of(lines, "evaluation_accuracy", 100))],
+            top=100,
         ),
         Chart(
             "learning rate",

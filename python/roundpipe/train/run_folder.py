@@ -22,7 +22,8 @@ TENSORBOARD_FOLDER = "tensorboard"
 MODEL_FOLDER, ADAPTER_FOLDER = "model", "adapter"
 DATA_FOLDER = "data"
 _RESERVE_FILE = "reserved-for-the-result"
-_BEFORE_TRAINING = (CONFIG_FILE, DATA_FOLDER, _RESERVE_FILE)
+REFERENCE_FILE = "reference.safetensors"
+_BEFORE_TRAINING = (CONFIG_FILE, DATA_FOLDER, REFERENCE_FILE, _RESERVE_FILE)
 
 
 class RunFolder:

@@ -29,15 +29,19 @@ class Prompt:
 
 def make_prompts(config: TrainConfig, tokenizer: Any, held_out: Any) -> list[Prompt]:
     """The configuration's prompts, as turns of a user if the tokenizer has a chat template; without any, the beginnings
-    of held-out samples: up to the first token that is learnt or, of a text, a few tokens."""
+    of held-out samples: up to the first token that is learnt or, of a text, a few tokens. A reward model writes
+    nothing."""
+    if config.task == "reward":
+        return []
     if config.sample_prompts:
         return [Prompt(_encoded(text, tokenizer), "") for text in config.sample_prompts]
     prompts: list[Prompt] = []
     for index in range(len(held_out)):
         if len(prompts) >= config.samples:
             break
-        tokens = torch.as_tensor(held_out[index]["input_ids"]).tolist()
-        labels = torch.as_tensor(held_out[index]["labels"]).tolist()
+        sample = held_out[index]
+        sample = sample.get("chosen", sample)  # of a pair
+        tokens, labels = (torch.as_tensor(sample[name]).tolist() for name in ("input_ids", "labels"))
         learnt = next((place for place, label in enumerate(labels) if label != IGNORED), len(labels))
         begin = learnt if learnt > 1 else min(_FROM_TEXT, len(tokens) // 2)
         if begin and all(prompt.tokens != tokens[:begin] for prompt in prompts):

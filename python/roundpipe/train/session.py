@@ -16,12 +16,14 @@ import roundpipe
 from roundpipe import _core
 from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.batches import check_positions
+from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import check_run, load_model, save_result, tokenizer_of
 from roundpipe.train.nodes import RunNodes, joined_nodes
+from roundpipe.train.objectives import objective_of
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.run_folder import (
@@ -74,8 +76,9 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
     if nodes.is_first:
         print(data.summary, flush=True)
-        for example in data.summary.examples[:1]:
-            print(f"a sample ({example.where}), what is learnt is marked:\n{marked(example.pieces)}", flush=True)
+        names = ["chosen, ", "rejected, "] if data.summary.pairs else [""]
+        for which, example in zip(names, data.summary.examples[: len(names)], strict=True):
+            print(f"a sample ({which}{example.where}), what is learnt is marked:\n{marked(example.pieces)}", flush=True)
     if data.outdated:
         print(
             f"[train] the data or the tokenizer has changed since the run began: it goes on with the samples in "
@@ -84,7 +87,7 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
         )
     config.rate_factor(data.steps)
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
-    model = load_model(config)
+    model = load_model(config, padding_token_id(tokenizer))
     model.random_seed += nodes.rank  # nodes drop other values of their rows
     check_positions(model, data.train, data.held_out)
     nodes.first(lambda: check_vocabulary(model, folder.path / DATA_FOLDER))
@@ -106,7 +109,8 @@ def _train(
     tokenizer: Any,
     nodes: RunNodes,
 ) -> int:
-    training = Training(config, model, optimizer, schedule, data, folder.path, nodes)
+    objective = objective_of(config, model, data, folder, nodes)
+    training = Training(config, model, optimizer, schedule, data, folder.path, nodes, objective)
     step = training.load() if folder.goes_on else 0
     with contextlib.ExitStack() as open_files:
         stop = open_files.enter_context(roundpipe.StopSignal())

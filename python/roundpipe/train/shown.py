@@ -38,7 +38,11 @@ def show(config: TrainConfig, count: int, say: Callable[[str], None]) -> None:
         say(str(data.summary))
         for number, sample in enumerate(islice(data.samples, count), start=1):
             say(f"sample {number} of {len(data.samples):,}, what is learnt between {_BEGIN} {_END}:")
-            say(marked(_pieces(tokenizer, sample)))
+            for name in ("chosen", "rejected") if "chosen" in sample else ("",):
+                rated = "" if "is_good" not in sample else "good" if sample["is_good"] else "bad"
+                if name or rated:
+                    say(f"{name or rated}:")
+                say(marked(_pieces(tokenizer, sample[name] if name else sample)))
 
 
 def _pieces(tokenizer: Any, sample: Any) -> list[tuple[str, bool]]:

@@ -32,25 +32,29 @@ void bind_step_records(py::module_& module) {
       .attribute("host_bytes", &StepRecord::host_bytes)
       .attribute("loss_scale", &StepRecord::loss_scale)
       .attribute("skipped_steps", &StepRecord::skipped_steps)
+      .attribute("accuracy", &StepRecord::accuracy)
       .attribute("tokens_per_s", &StepRecord::tokens_per_s)
       .def(py::init([](int64_t step, double loss, double grad_norm, double learning_rate, double seconds,
                        int64_t tokens, std::optional<double> busy, int64_t device_bytes, int64_t host_bytes,
-                       std::optional<double> loss_scale, int64_t skipped_steps) {
-             return StepRecord{step, loss,         grad_norm,  learning_rate, seconds,      tokens,
-                               busy, device_bytes, host_bytes, loss_scale,    skipped_steps};
+                       std::optional<double> loss_scale, int64_t skipped_steps, std::optional<double> accuracy) {
+             return StepRecord{step, loss,         grad_norm,  learning_rate, seconds,       tokens,
+                               busy, device_bytes, host_bytes, loss_scale,    skipped_steps, accuracy};
            }),
            py::arg("step"), py::arg("loss"), py::arg("grad_norm"), py::arg("learning_rate"), py::arg("seconds"),
            py::arg("tokens"), py::arg("busy") = py::none(), py::arg("device_bytes") = 0, py::arg("host_bytes") = 0,
-           py::arg("loss_scale") = py::none(), py::arg("skipped_steps") = 0)
+           py::arg("loss_scale") = py::none(), py::arg("skipped_steps") = 0, py::arg("accuracy") = py::none())
       .def("metrics", [](const StepRecord& record) { return metrics_of(record.metrics()); })
       .def("line", [](const StepRecord& record) { return metrics_line(record.step, record.metrics()); })
       .def("text", &StepRecord::text);
   ValueClass<EvaluationRecord>(module, "EvaluationRecord")
       .attribute("step", &EvaluationRecord::step)
       .attribute("loss", &EvaluationRecord::loss)
-      .attribute("tokens", &EvaluationRecord::tokens)
-      .def(py::init([](int64_t step, double loss, int64_t tokens) { return EvaluationRecord{step, loss, tokens}; }),
-           py::arg("step"), py::arg("loss"), py::arg("tokens"))
+      .attribute("counted", &EvaluationRecord::counted)
+      .attribute("accuracy", &EvaluationRecord::accuracy)
+      .def(py::init([](int64_t step, double loss, int64_t counted, std::optional<double> accuracy) {
+             return EvaluationRecord{step, loss, counted, accuracy};
+           }),
+           py::arg("step"), py::arg("loss"), py::arg("counted"), py::arg("accuracy") = py::none())
       .def("metrics", [](const EvaluationRecord& record) { return metrics_of(record.metrics()); })
       .def("line", [](const EvaluationRecord& record) { return metrics_line(record.step, record.metrics()); })
       .def("text", &EvaluationRecord::text);

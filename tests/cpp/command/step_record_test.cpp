@@ -28,6 +28,9 @@ TEST_CASE("step record: a line for people") {
   record.seconds = 0;
   CHECK(record.text().find("  0 tokens/s") != std::string::npos);
   CHECK(EvaluationRecord{5, 1.25, 77}.text() == "after 5 steps: held-out loss 1.2500");
+  record.accuracy = 0.625;
+  CHECK(record.text().starts_with("loss 1.5000  62% right  norm 0.25  "));
+  CHECK(EvaluationRecord{5, 1.25, 8, 0.75}.text() == "after 5 steps: held-out loss 1.2500, 75% right");
 }
 
 TEST_CASE("step record: a line of metrics.jsonl") {
@@ -41,4 +44,8 @@ TEST_CASE("step record: a line of metrics.jsonl") {
         R"("device_bytes":0,"host_bytes":0,"loss_scale":1024.0,"skipped_steps":7})");
   CHECK(metrics_line(5, EvaluationRecord{5, 1.25, 77}.metrics()) ==
         R"({"step":5,"evaluation_loss":1.25,"evaluation_tokens":77})");
+  CHECK(metrics_line(5, EvaluationRecord{5, 1.25, 8, 0.75}.metrics()) ==
+        R"({"step":5,"evaluation_loss":1.25,"evaluation_accuracy":0.75,"evaluation_answers":8})");
+  record.accuracy = 0.5;
+  CHECK(metrics_line(record.step, record.metrics()).ends_with(R"("skipped_steps":7,"accuracy":0.5})"));
 }

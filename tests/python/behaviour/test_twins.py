@@ -65,7 +65,6 @@ PHRASES = {
     ),
     "a few words that fit many things": (
         ("roundpipe/api/model.cpp", "python/roundpipe/plan/costs.py"),
-        ("roundpipe/runtime/call/batch_cut.cpp", "python/roundpipe/data/balance.py"),
         ("roundpipe/api/optimizer.cpp", "python/roundpipe/optim/lion.py"),
         ("roundpipe/schedule/costs.cpp", "python/roundpipe/optim/lion.py"),
     ),

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BertConfig, BertForMaskedLM
 
 import roundpipe
 from roundpipe import optim
 from tiny_chat import tiny_llama
 
+WHOLE = roundpipe.RoundPipeRunConfig(num_microbatch=1)
 IDS = torch.randint(1, 260, (4, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -265,3 +266,27 @@ def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
     BertForMaskedLM(BertConfig(**sizes, num_attention_heads=2)).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"holds a BertForMaskedLM.*BertForMaskedLM\.from_pretrained.*wrap_model_to"):
         roundpipe.from_pretrained(tmp_path)
+
+
+def test_a_model_that_scores_rows(tmp_path: Path) -> None:
+    """Of a causal model's files, all but the head, which starts at torch's seed; of its own files, all of it."""
+    plain = tiny_llama()
+    plain.save_pretrained(tmp_path / "causal")
+    torch.manual_seed(5)
+    options = {"num_labels": 3, "pad_token_id": 1}
+    expected = AutoModelForSequenceClassification.from_pretrained(tmp_path / "causal", **options)
+    torch.manual_seed(5)
+    model = roundpipe.from_pretrained(tmp_path / "causal", num_labels=3, pad_token_id=1, model_run_config=WHOLE)
+    ids = torch.randint(2, 256, (3, 9), generator=torch.Generator().manual_seed(0))
+    ids[1, 6:] = 1
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, expected(ids).logits)
+    model.save_pretrained(tmp_path / "scores")
+    again = roundpipe.from_pretrained(tmp_path / "scores", num_labels=3)
+    assert all(torch.equal(again.state_dict()[name], value) for name, value in expected.state_dict().items())
+    with pytest.raises(ValueError, match=r"num_labels is 0, expected at least 1"):
+        roundpipe.from_pretrained(tmp_path / "causal", num_labels=0)
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification, expected a causal language model"):
+        roundpipe.from_pretrained(tmp_path / "scores")
+    with pytest.raises(ValueError, match=r"score.weight \(2, 64\) instead of \(3, 64\)|have another shape there"):
+        roundpipe.from_pretrained(tmp_path / "scores", num_labels=2)

@@ -74,6 +74,20 @@ def test_a_node_without_rows(nodes: NodeProcesses, usual: dict[str, Any], tmp_pa
     assert_close(metrics(two), metrics(one))
 
 
+@pytest.mark.parametrize("task", ["dpo", pytest.param("kto", marks=pytest.mark.long), "reward"])
+def test_answers_are_compared_as_on_one_node(
+    task: str, nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path
+) -> None:
+    data = tmp_path / "pairs.jsonl"
+    pairs = [{"prompt": f"{i}", "chosen": "ab" * (1 + i % 4), "rejected": "z" * (1 + i % 3)} for i in range(9)]
+    data.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    values = {**usual, "data": [str(data)], "task": task, "optimizer": "sgd", "held_out": 2.0, "batch_tokens": 150}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert [code for code, _ in nodes.results(1, TRAIN, {**values, "out": str(one)})] == [0]
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
+    assert_close(metrics(two), metrics(one))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("stopped", "later"), [(1, 2), (0, 3), (1, 1)])
 def test_a_signal_on_one_node_stops_all(

@@ -40,12 +40,12 @@ def train_and_stop(values: Mapping[str, Any], rank: int, step: int) -> tuple[int
     count = 0
 
     class Interrupted(RunNodes):
-        def rows_of(self, batch: Mapping[str, Any]) -> dict[str, Any] | None:
+        def rows_of(self, batch: Mapping[str, Any], group: int = 1) -> dict[str, Any] | None:
             nonlocal count
             count += 1
             if (self.rank, count) == (rank, step):
                 signal.raise_signal(signal.SIGINT)
-            return rows_of(self, batch)
+            return rows_of(self, batch, group)
 
     rows_of, RunNodes.rows_of = RunNodes.rows_of, Interrupted.rows_of  # type: ignore[method-assign]
     return train(values)

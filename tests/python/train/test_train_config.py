@@ -177,7 +177,7 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
         ({"lora_targets": ["q_proj"]}, "--lora-targets is q_proj, expected it only with --lora or --dora"),
         ({"model": "m", "adapter": "a"}, "--model and --adapter are given"),
         ({"momentum": 0.9}, "not for adamw"),
-        ({"format": "preference"}, "--format is preference, expected texts or conversations"),
+        ({"format": "preference"}, "--format is preference, expected it only with --task dpo or reward"),
         ({"evaluate_every": 2, "held_out": 0.0}, "expected it only with --held-out above 0"),
     ],
 )

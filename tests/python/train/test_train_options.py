@@ -172,6 +172,6 @@ def test_options_of_a_run(made: Callable[..., TrainConfig], tmp_path: Path, caps
 
 def test_no_option_is_left_out() -> None:
     """Each is given to a configuration somewhere in these files."""
-    text = "".join(path.read_text() for path in Path(__file__).parent.glob("test_train_*.py"))
+    text = "".join(path.read_text() for path in Path(__file__).parent.glob("**/test_*.py"))
     for field in dataclasses.fields(TrainConfig):
         assert re.search(rf'\b{field.name}=|"{field.name}": ', text), field.name

@@ -64,6 +64,8 @@ class Collector:
             source.tokens += len(row.tokens)
             source.counted += row.counted
             summary.longest = max(summary.longest, len(row.tokens))
+            if row.is_good is not None:
+                summary.rated = True
             self._lengths[1 << (len(row.tokens) - 1).bit_length()] += 1
             if unknown is not None and unknown != self._tokenizer.eos_token_id:
                 summary.unknown += row.tokens.count(unknown)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from roundpipe.data.conversations.conversation import UnusableError
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
-from roundpipe.data.records.formats import Item, Pair, Text, advice, format_of, item_of, names_of
+from roundpipe.data.records.formats import Graded, Item, Pair, Text, advice, format_of, is_bad, item_of, names_of
 from roundpipe.data.records.options import DataOptions, Format
 from roundpipe.data.records.reading import Record, is_utf16
 from roundpipe.data.records.sources import Source
@@ -119,6 +119,8 @@ def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Itera
             counts.broken.note(reason, f"{record.where} (it has {names[:80]})")
             continue
         counts.format = form
+        if form not in ("rated", "text", "tokens", "preference") and is_bad(record.value):
+            counts.notes.note("rated as bad, and learnt all the same (--task kto tells good from bad)", record.where)
         try:
             yield record, item_of(record, form)
         except UnusableError as error:
@@ -170,6 +172,8 @@ def _size(item: Any) -> int:
         return len(item.text)
     if isinstance(item, Pair):
         return _size(item.chosen) + _size(item.rejected)
+    if isinstance(item, Graded):
+        return sum(_size(talk) for talk, _ in item.answers)
     messages = getattr(item, "messages", None)
     return len(item.tokens) if messages is None else sum(len(str(message.get("content"))) for message in messages)
 

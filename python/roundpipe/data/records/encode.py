@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from roundpipe.data.conversations.conversation import Conversation, UnusableError
 from roundpipe.data.conversations.encoder import ChatEncoder, EncodedChat
-from roundpipe.data.records.formats import Item, Pair, Text, Tokens
+from roundpipe.data.records.formats import Graded, Item, Pair, Text, Tokens
 from roundpipe.data.records.options import DataOptions
 from roundpipe.data.records.store import Encoded, of_labels
 
@@ -67,6 +67,8 @@ class Encoder:
                     found.append(self._fitted([self._of_tokens(item)]))
                 elif isinstance(item, Conversation):
                     found.append(self._of_chat(next(chats)))
+                elif isinstance(item, Graded):
+                    found.append(self._of_rated(item, [next(chats) for _ in item.answers]))
                 else:
                     found.append(self._of_pair(next(chats), next(chats)))
             except UnusableError as error:
@@ -137,6 +139,22 @@ class Encoder:
         fitted = self._fitted(rows, notes)
         return fitted if len(fitted.rows) == 2 else Samples([], fitted.overlong)
 
+    def _of_rated(self, item: Graded, answers: Sequence[EncodedChat | UnusableError]) -> Samples:
+        rows: list[Encoded] = []
+        overlong, notes = "", []
+        for (_, is_good), encoded in zip(item.answers, answers, strict=True):
+            if isinstance(encoded, UnusableError):
+                raise encoded
+            if len(encoded.samples) != 1:
+                raise UnusableError(
+                    "broken", "a rated answer that the chat template rewrites", "expected one last answer"
+                )
+            made = self._of_chat(encoded)
+            rows += [replace(row, is_good=is_good) for row in made.rows]
+            overlong = made.overlong or overlong
+            notes += [note for note in made.notes if note not in notes]
+        return Samples(rows, overlong, notes)
+
     def _fitted(self, rows: Sequence[Encoded], notes: Sequence[str] = ()) -> Samples:
         """The rows that have something to learn from within the longest length."""
         longest = self._options.max_length
@@ -164,4 +182,6 @@ class Encoder:
 def _talks(item: Item) -> list[Conversation]:
     if isinstance(item, Pair):
         return [item.chosen, item.rejected]
+    if isinstance(item, Graded):
+        return [talk for talk, _ in item.answers]
     return [item] if isinstance(item, Conversation) else []

@@ -28,6 +28,7 @@ _OTHERS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
 }
 _MORE = "input|context"  # of a question
+_RATING = "label|kto_tag"  # of one answer: true, false, 1 or 0
 NO_ANSWER = "no answer of the assistant"
 """The reason against a conversation in which nothing is learnt."""
 _SPEAKERS = {
@@ -69,7 +70,14 @@ class Pair:
     rejected: Conversation
 
 
-Item = Text | Tokens | Conversation | Pair
+@dataclass(frozen=True)
+class Graded:
+    """Conversations, each with whether its learnt answers are good: one, or the two of a pair."""
+
+    answers: list[tuple[Conversation, bool]]
+
+
+Item = Text | Tokens | Conversation | Pair | Graded
 
 
 def format_of(value: Any, where: str) -> Format | None:
@@ -145,6 +153,8 @@ def item_of(record: Record, form: Format) -> Item:
         kind = type(record.value).__name__
         raise UnusableError("broken", "no object", f"is a {kind}, expected an object with members")
     value = record.value
+    if form == "rated":
+        return _rated(record)
     expected = {**_EXCLUSIVE, **_OTHERS}[form]
     missing = [names for names in expected if not _names_in(value, names)]
     if missing:
@@ -334,6 +344,32 @@ def _pair(value: Mapping[str, Any], where: str) -> Pair:
         raise UnusableError("broken", "chosen and rejected that do not begin alike", "expected the same prompt in both")
     chosen, rejected = (_conversation(end, value, where, shared) for end in ends)
     return Pair(chosen, rejected)
+
+
+def is_bad(value: Any) -> bool:
+    """Whether a record says that its answer is a bad one."""
+    return isinstance(value, Mapping) and any(value.get(name) is False for name in _RATING.split("|"))
+
+
+def _rated(record: Record) -> Graded:
+    """An answer and whether it is good, or a pair of one that is and one that is not."""
+    value, where = record.value, record.where
+    rating = _member(value, _RATING)
+    if rating is None:
+        if format_of(value, where) == "preference":
+            pair = _pair(value, where)
+            return Graded([(pair.chosen, True), (pair.rejected, False)])
+        detail = f"has the members {', '.join(sorted(map(str, value)))}, expected label, true or false"
+        raise UnusableError("broken", "an answer without label, and no pair of chosen and rejected", detail)
+    if rating not in (True, False):  # 1 and 0 as well
+        raise UnusableError("broken", "a label that is neither true nor false", f"its label is {str(rating)[:40]!r}")
+    form = format_of(value, where)
+    if form in ("preference", "tokens", "text", None):
+        raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
+    talk = item_of(record, form)
+    if not isinstance(talk, Conversation):
+        raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
+    return Graded([(talk, bool(rating))])
 
 
 def _tokens(value: Mapping[str, Any]) -> Tokens:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Format = Literal["auto", "text", "messages", "sharegpt", "prompt", "instruction", "preference", "tokens"]
+Format = Literal["auto", "text", "messages", "sharegpt", "prompt", "instruction", "preference", "rated", "tokens"]
 Overlong = Literal["cut", "drop", "error"]
 TrainOn = Literal["assistant", "all"]
 Documents = Literal["file", "line"]

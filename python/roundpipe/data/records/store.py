@@ -2,12 +2,14 @@
 
 A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
 sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
-of the first sample of each record, as little-endian numbers of 8 bytes.
+of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample that is
+rated, 1 if it is good.
 """
 
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,16 +24,18 @@ from roundpipe.data.order import Numbers
 from roundpipe.data.samples import IGNORED
 from roundpipe.data.tokens.writer import token_file
 
-FILES = ("samples.tokens", "samples.runs", "records.first")
-_TOKENS, _RUNS, _RECORDS = FILES
+FILES = ("samples.tokens", "samples.runs", "records.first", "samples.good")
+_TOKENS, _RUNS, _RECORDS, _GOOD = FILES
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample: its tokens, and the lengths of stretches that do not count and that count, in turn."""
+    """A sample: its tokens, the lengths of stretches that do not count and that count, in turn, and whether it is good,
+    if that is known."""
 
     tokens: list[int]
     runs: list[int]
+    is_good: bool | None = None
 
     @property
     def counted(self) -> int:
@@ -46,7 +50,7 @@ class Encoded:
             left -= runs[-1]
         while len(runs) > 1 and not runs[-1]:
             runs.pop()
-        return Encoded(self.tokens[:length], runs)
+        return Encoded(self.tokens[:length], runs, self.is_good)
 
 
 def of_labels(tokens: list[int], labels: Sequence[int]) -> Encoded:
@@ -64,8 +68,8 @@ class SampleWriter:
         samples: the number of samples so far.
     """
 
-    def __init__(self, tokens: _core.TokenWriter, runs: _core.TokenWriter, firsts: BinaryIO) -> None:
-        self._tokens, self._runs, self._firsts = tokens, runs, firsts
+    def __init__(self, tokens: _core.TokenWriter, runs: _core.TokenWriter, firsts: BinaryIO, good: BinaryIO) -> None:
+        self._tokens, self._runs, self._firsts, self._good = tokens, runs, firsts, good
         self.records = 0
 
     @property
@@ -80,6 +84,8 @@ class SampleWriter:
         for sample in samples:
             self._tokens.append(sample.tokens)
             self._runs.append(sample.runs)
+            if sample.is_good is not None:
+                self._good.write(bytes([sample.is_good]))
 
 
 @contextmanager
@@ -94,8 +100,9 @@ def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[Sam
         token_file(folder / _TOKENS, vocabulary) as tokens,
         token_file(folder / _RUNS, max_length + 1) as runs,
         open(folder / _RECORDS, "wb") as firsts,
+        open(folder / _GOOD, "wb") as good,
     ):
-        yield SampleWriter(tokens, runs, firsts)
+        yield SampleWriter(tokens, runs, firsts, good)
 
 
 class SampleFiles:
@@ -118,7 +125,9 @@ class SampleFiles:
             self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")
         except (OSError, ValueError) as error:
             raise ValueError(f"[data] cannot read {folder / _RECORDS}: {error}; prepare the data again") from None
-        if self._runs.documents != self._tokens.documents or int(self._firsts[-1]) > self._tokens.documents:
+        self._good = _bytes_of(folder / _GOOD)
+        fits = self._runs.documents == self._tokens.documents and len(self._good) in (0, self._tokens.documents)
+        if not fits or int(self._firsts[-1]) > self._tokens.documents:
             raise ValueError(f"[data] the files of {folder} do not belong together; prepare the data again")
 
     def __len__(self) -> int:
@@ -130,8 +139,10 @@ class SampleFiles:
 
     @property
     def checksum(self) -> str:
-        """Differs if any token or label does."""
-        return f"{self._tokens.checksum:08x}{self._runs.checksum:08x}"
+        """Differs if any token, label or rating does."""
+        return f"{self._tokens.checksum:08x}{self._runs.checksum:08x}" + (
+            f"{zlib.crc32(self._good.tobytes()):08x}" if len(self._good) else ""
+        )
 
     def largest_token(self, most: int) -> int:
         """The largest token, if the files may hold one above `most`; else -1. Reads all tokens then."""
@@ -156,13 +167,22 @@ class SampleFiles:
         return self._tokens.lengths(samples)
 
     def sample(self, number: int) -> dict[str, Any]:
-        """A sample's `input_ids` and `labels`; of a pair, those of `chosen` and of `rejected`."""
+        """A sample's `input_ids` and `labels`, and `is_good` if it is rated; of a pair, those of `chosen` and of
+        `rejected`."""
         if self.pairs:
             return {"chosen": self._document(2 * number), "rejected": self._document(2 * number + 1)}
-        return self._document(number)
+        rating = {"is_good": bool(self._good[number])} if len(self._good) else {}
+        return self._document(number) | rating
 
     def _document(self, number: int) -> dict[str, torch.Tensor]:
         tokens, runs = self._tokens.document(number), self._runs.document(number)
         counts = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
         labels = np.where(counts, tokens, IGNORED)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+
+def _bytes_of(file: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A file's bytes, read when they are looked at; none if it is empty or, of an older version, not there."""
+    if not file.exists() or not file.stat().st_size:
+        return np.empty(0, dtype=np.uint8)
+    return np.memmap(file, dtype=np.uint8, mode="r")

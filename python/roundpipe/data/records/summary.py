@@ -69,6 +69,7 @@ class DataSummary:
     Attributes:
         sources: in the order given.
         pairs: whether samples are preference pairs.
+        rated: whether each sample is known to be good or bad.
         records: that became samples.
         samples: rows of tokens that records became; a pair is one. A long text is several.
         tokens: of all samples.
@@ -83,6 +84,7 @@ class DataSummary:
 
     sources: list[SourceSummary] = field(default_factory=list)
     pairs: bool = False
+    rated: bool = False
     records: int = 0
     samples: int = 0
     tokens: int = 0

@@ -141,7 +141,7 @@ class Passages:
     def _head(
         self, hidden: int, labels: int | None, items: int | None, ending: Ending, inputs: int
     ) -> tuple[_core.HeadCall, Structure] | None:
-        if self.head is None or ending.share == 0:  # a microbatch without labels
+        if self.head is None or ending.share == 0 or ending.kept is Kept.TOKEN_LOSSES:  # 0: one without labels
             return None
         chunk = self._followed.loss_chunk_tokens
         gives_logits = labels is None or ending.kept is Kept.ALL
@@ -169,7 +169,7 @@ class Passages:
     def _entering(self, tensors: list[torch.Tensor], structure: Structure) -> _core.Passage | None:
         args, kwargs = structure.join([Ref(place) for place in range(len(tensors))])  # type: ignore[misc]
         ending: Ending = kwargs.pop(ENDING, Ending())
-        if ending.router_share is not None:
+        if ending.router_share is not None or ending.kept is Kept.TOKEN_LOSSES:
             return None
         given = token_arguments(self._followed.model.forward, args, {**kwargs, **self._followed.forced})
         if given is None:

@@ -1,4 +1,4 @@
-"""Loads transformers' causal language models without a second copy of their weights.
+"""Loads transformers' language models without a second copy of their weights.
 
 transformers itself does everything except reading files: it decides class, dtype, tensor names, tied weights, buffers
 and generation config. Only the step that fills the empty model is replaced. If that step needs more than reading
@@ -13,13 +13,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -42,7 +43,7 @@ _SHOWN_BYTES = 1_000_000_000  # models of at least this size show a progress bar
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_causal_model(
+def load_language_model(
     base: str | os.PathLike[str],
     extra_tensors: str,
     mapped: bool,
@@ -50,6 +51,7 @@ def load_causal_model(
     admit: Callable[[nn.Module], None] | None = None,
     quantise: Quantise | None = None,
     stored: Mapping[str, Any] | None = None,
+    scores: bool = False,
 ) -> PreTrainedModel:
     """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
 
@@ -63,24 +65,37 @@ def load_causal_model(
         admit: receives the empty model before any weight is read, and may refuse it with a BudgetError.
         quantise: encodes weights as they are read; then memory peaks at the encoded weights plus a layer's.
         stored: the `quantization_config` of files whose weights are encoded; not in the options' config.
+        scores: that of `AutoModelForSequenceClassification` instead. If the files are those of another model with the
+            same base, its head starts at random, and theirs is left out.
 
     Raises:
         CheckpointError: a file is damaged, or weights are missing, of another shape or kind, or left over. Raised
             before any weight is read.
         Exception: whatever transformers raises.
     """
-    fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored)
+    kinds = options["config"].architectures or () if scores else ()
+    has_new_head = scores and not any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored, has_new_head)
+    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     # A new class for this one call, so that no other call is affected.
-    factory: Any = type(
-        AutoModelForCausalLM.__name__,
-        (AutoModelForCausalLM,),
-        {"_model_mapping": _Mapping(AutoModelForCausalLM._model_mapping, fill)},
-    )
-    # Ignored size mismatches are reported by name.
-    model, info = factory.from_pretrained(base, **options, output_loading_info=True, ignore_mismatched_sizes=True)
-    fill.check(info, type(model).__name__)
+    factory: Any = type(auto.__name__, (auto,), {"_model_mapping": _Mapping(auto._model_mapping, fill)})
+    # Ignored size mismatches are reported by name, and of a new head there is nothing to report.
+    with _quiet() if has_new_head else nullcontext():
+        model, info = factory.from_pretrained(base, **options, output_loading_info=True, ignore_mismatched_sizes=True)
+    fill.check(info, model)
     loaded: PreTrainedModel = model
     return loaded
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    like: Any = logging  # has no types
+    before = like.get_verbosity()
+    like.set_verbosity_error()
+    try:
+        yield
+    finally:
+        like.set_verbosity(before)
 
 
 @dataclass(frozen=True)
@@ -139,8 +154,9 @@ class _Fill:
         admit: Callable[[nn.Module], None] | None,
         quantise: Quantise | None,
         stored: Mapping[str, Any] | None,
+        has_new_head: bool,
     ) -> None:
-        self._base = base
+        self._base, self._has_new_head = base, has_new_head
         self._quantise = quantise
         self._stored = stored
         self._admit = admit
@@ -232,13 +248,18 @@ class _Fill:
         tied = getattr(model, "all_tied_weights_keys", {})
         found = info.to_dict()
         found["missing_keys"] = info.missing_keys - tied.keys() - set(tied.values())
-        self.check(found, type(model).__name__)
+        self.check(found, model)
         info.missing_keys = kept  # transformers ties weights and removes them from this list
         report: LoadStateDictInfo = info
         return report
 
-    def check(self, info: dict[str, Any], kind: str) -> None:
-        """Raises CheckpointError if transformers' report lists anything."""
+    def check(self, info: dict[str, Any], model: Any) -> None:
+        """Raises CheckpointError if transformers' report on the model lists anything but heads that may be new."""
+        kind = type(model).__name__
+        if self._has_new_head:
+            inside = f"{model.base_model_prefix}."
+            both = ("missing_keys", "unexpected_keys")
+            info = info | {each: {name for name in info.get(each) or () if name.startswith(inside)} for each in both}
         for found, what in (("missing_keys", "are not in its files"), ("mismatched_keys", "have another shape there")):
             if names := info.get(found):
                 raise CheckpointError(

@@ -18,6 +18,7 @@ class Kept(enum.Enum):
     ALL = "all outputs"
     ALL_BUT_LOGITS = "all outputs but the logits"
     LOSS = "the loss"
+    TOKEN_LOSSES = "the loss of each token"
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Ending:
             )
         if self.share is not None:
             outputs = weighed(outputs, self.share)
-        if self.kept is Kept.LOSS:
+        if self.kept in (Kept.LOSS, Kept.TOKEN_LOSSES):
             return _only_the_loss(outputs)
         return _without_logits(outputs) if self.kept is Kept.ALL_BUT_LOGITS else outputs
 

@@ -19,6 +19,10 @@ from roundpipe.model.losses.reduction import asks_for_loss
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
+TOKEN_LOSSES = "roundpipe_token_losses"
+"""An argument of a causal language model's call: its loss is that of each token, [rows, tokens], 0 where the label
+behind the token does not count."""
+
 
 def is_part_of_a_sum(arguments: Mapping[str, Any]) -> bool:
     """Whether each microbatch's loss is a part of a sum, as in transformers: `num_items_in_batch` is given."""
@@ -39,8 +43,9 @@ def asks_for_router_loss(config: Any, arguments: Mapping[str, Any]) -> bool:
 
 
 def leaves_loss_to_caller(arguments: Mapping[str, Any]) -> bool:
-    """Whether the call asks for the log-probability of each label, as of TRL's fused head, and not for their mean."""
-    return bool(arguments.get("fused_lm_head"))
+    """Whether the call asks for the log-probability or the loss of each label and not for their mean: of TRL's fused
+    head, or by `TOKEN_LOSSES`."""
+    return bool(arguments.get("fused_lm_head")) or bool(arguments.get(TOKEN_LOSSES))
 
 
 def adding_losses(config: ResolvedRunConfig) -> ResolvedRunConfig:
@@ -71,6 +76,12 @@ def take_return_logits(calls: list[_Call], known: Mapping[str, Any]) -> tuple[li
         return calls, False
     unwanted = any(not kwargs.get("return_logits", True) for _, kwargs in calls)
     return [(args, {k: v for k, v in kwargs.items() if k != "return_logits"}) for args, kwargs in calls], unwanted
+
+
+def take_token_losses(calls: list[_Call]) -> tuple[list[_Call], bool]:
+    """Removes `TOKEN_LOSSES` from the arguments of each microbatch, and returns whether it was there and true."""
+    asked = any(kwargs.get(TOKEN_LOSSES) for _, kwargs in calls)
+    return [(args, {k: v for k, v in kwargs.items() if k != TOKEN_LOSSES}) for args, kwargs in calls], asked
 
 
 def cut_of_own_loss(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -41,44 +41,78 @@ class TokenLoss:
         chunk_tokens: number of tokens whose logits are held at a time; 0 chooses.
         chunk_logit_bytes: see `linear_cross_entropy`.
         arithmetic: of such a loss.
+        of_tokens: gives the loss of each token instead, [rows, tokens], 0 where the label behind it is ignored.
     """
 
     def __init__(
-        self, original: Callable[..., Any], chunk_tokens: int, chunk_logit_bytes: int, arithmetic: Arithmetic
+        self,
+        original: Callable[..., Any],
+        chunk_tokens: int,
+        chunk_logit_bytes: int,
+        arithmetic: Arithmetic,
+        of_tokens: bool = False,
     ) -> None:
-        self._original, self._arithmetic = original, arithmetic
+        self._original, self._arithmetic, self._of_tokens = original, arithmetic, of_tokens
         self._chunk_tokens, self._chunk_logit_bytes = chunk_tokens, chunk_logit_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         names = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index", "shift_labels")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         logits = given.get("logits")
+        own = self._original is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
+        own = own and isinstance(logits, torch.Tensor) and given.get("vocab_size") == logits.shape[-1]
+        if self._of_tokens:
+            return self._loss_of_each(logits, given, own)
         if not isinstance(logits, LazyLogits):
             return self._original(*args, **kwargs)
         if logits.computed is not None:  # somebody may have written into them
             return self._original(**{**given, "logits": logits.computed})
-        own = self._original is sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
-        if not own or given.get("vocab_size") != logits.shape[-1]:
+        if not own:
             return self._original(**{**given, "logits": logits.compute()})
-        return self._chunked(logits, given)
-
-    def _chunked(self, logits: LazyLogits, given: dict[str, Any]) -> torch.Tensor:
-        ignored = given.get("ignore_index", IGNORED)
-        labels = given.get("shift_labels")
-        if labels is None:
-            labels = torch.nn.functional.pad(given["labels"], (0, 1), value=ignored)[..., 1:]
         items = given.get("num_items_in_batch")
+        loss = self._chunked(logits, given, "mean" if items is None else "sum")
+        return loss if items is None else loss / items
+
+    def _loss_of_each(self, logits: Any, given: dict[str, Any], own: bool) -> torch.Tensor:
+        if not own:
+            raise ValueError(
+                "[forward] the model has a loss function of its own, expected the cross-entropy of transformers' "
+                "causal language models, whose loss of each token is known"
+            )
+        if isinstance(logits, LazyLogits) and logits.computed is None:
+            return self._chunked(logits, given, "none")
+        whole = logits.compute() if isinstance(logits, LazyLogits) else logits
+        labels = _next_labels(given).to(whole.device)
+        losses = torch.nn.functional.cross_entropy(
+            whole.float().flatten(0, -2),
+            labels.flatten(),
+            ignore_index=given.get("ignore_index", IGNORED),
+            reduction="none",
+        )
+        return losses.view(labels.shape)
+
+    def _chunked(
+        self, logits: LazyLogits, given: dict[str, Any], reduction: Literal["mean", "sum", "none"]
+    ) -> torch.Tensor:
+        labels = _next_labels(given).to(logits.hidden.device)
         logits.check_sources()
-        loss: torch.Tensor = linear_cross_entropy(
-            logits.hidden.reshape(-1, logits.hidden.shape[-1]),
+        return linear_cross_entropy(
+            logits.hidden if reduction == "none" else logits.hidden.reshape(-1, logits.hidden.shape[-1]),
             logits.weight,
-            labels.reshape(-1).to(logits.hidden.device),
+            labels if reduction == "none" else labels.reshape(-1),
             logits.bias,
-            ignore_index=ignored,
+            ignore_index=given.get("ignore_index", IGNORED),
             steps=logits.steps,
-            reduction="mean" if items is None else "sum",
+            reduction=reduction,
             chunk_tokens=self._chunk_tokens,
             chunk_logit_bytes=self._chunk_logit_bytes,
             arithmetic=self._arithmetic,
         )
-        return loss if items is None else loss / items
+
+
+def _next_labels(given: dict[str, Any]) -> torch.Tensor:
+    """The label that each token predicts."""
+    shifted = given.get("shift_labels")
+    if isinstance(shifted, torch.Tensor):
+        return shifted
+    return torch.nn.functional.pad(given["labels"], (0, 1), value=given.get("ignore_index", IGNORED))[..., 1:]

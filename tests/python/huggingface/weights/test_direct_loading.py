@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import roundpipe
 from causal_models import ALL, build, padded_batch
 from process_memory import report_of
-from roundpipe.huggingface.weights.direct_loading import load_causal_model
+from roundpipe.huggingface.weights.direct_loading import load_language_model
 from roundpipe.huggingface.weights.files import Checkpoint
 from roundpipe.huggingface.weights.safetensors_header import CheckpointError
 from sweeps import sweep
@@ -44,7 +44,7 @@ def check_same(mine: Any, theirs: Any) -> None:
 
 
 def load(folder: Path, **options: Any) -> Any:
-    return load_causal_model(folder, "refuse", False, {"config": AutoConfig.from_pretrained(folder), **options})
+    return load_language_model(folder, "refuse", False, {"config": AutoConfig.from_pretrained(folder), **options})
 
 
 def saved_files(model: Any, folder: Path) -> dict[str, tuple[Any, ...]]:
@@ -232,7 +232,7 @@ def test_a_model_of_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (repo / "refs" / "main").write_text(commit)
     options: dict[str, Any] = {"cache_dir": tmp_path, "local_files_only": True}
     config = AutoConfig.from_pretrained("owner/tiny", **options)
-    mine = load_causal_model("owner/tiny", "refuse", False, {"config": config, **options})
+    mine = load_language_model("owner/tiny", "refuse", False, {"config": config, **options})
     check_same(mine, AutoModelForCausalLM.from_pretrained("owner/tiny", **options))
 
 

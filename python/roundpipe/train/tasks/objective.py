@@ -1,0 +1,125 @@
+"""What the steps of a run learn: calls of the model on a batch, and what they tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import roundpipe
+from roundpipe import RoundPipeRunConfig
+from roundpipe.data.balance import BalancedSplit, balanced_config
+from roundpipe.data.collate import count_label_tokens
+from roundpipe.huggingface.evaluation import held_out_sum
+from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
+
+T = TypeVar("T")
+
+
+class Told(NamedTuple):
+    """What one node knows of a batch.
+
+    Attributes:
+        loss: the mean over what counts of its rows: labels, pairs or answers.
+        counted: how many these are.
+        right: how many of them the model gets right; None: that is not asked.
+    """
+
+    loss: float
+    counted: int
+    right: int | None = None
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share that is right."""
+        return self.right / self.counted if self.right is not None and self.counted else None
+
+
+class Nodes(Protocol):
+    """The processes that make a run together, as `roundpipe.train.nodes.RunNodes` knows them."""
+
+    size: int
+
+    def rows_of(self, batch: Mapping[str, Any], group: int = 1) -> dict[str, Any] | None: ...
+
+    def each(self, work: Callable[[], T]) -> list[T]: ...
+
+
+class Begun(Protocol):
+    """A call that was submitted."""
+
+    @property
+    def pending(self) -> Any:
+        """The call."""
+
+    def told(self, scale: float) -> Told:
+        """Waits for it. `scale` is what its loss was multiplied by."""
+
+
+class Objective(Protocol):
+    """Makes the calls of a run on this node's rows of a batch. All methods are collective."""
+
+    def begin(self, batch: dict[str, Any], scaler: roundpipe.GradScaler | None) -> Begun | None:
+        """Submits a training call; None: the node has no rows."""
+
+    def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
+        """What this node's rows of held-out batches give, in evaluation mode."""
+
+
+@dataclass(frozen=True)
+class _BegunTokens:
+    pending: Any
+    labels: int
+
+    def told(self, scale: float) -> Told:
+        return Told(float(self.pending.loss()) / scale, self.labels)
+
+
+class NextTokens:
+    """The next token of each labelled one: the model's own loss.
+
+    Args:
+        model: in training mode.
+        nodes: which share each batch's rows.
+        microbatches: of a step; None: one more than devices.
+    """
+
+    def __init__(self, model: roundpipe.RoundPipe, nodes: Nodes, microbatches: int | None) -> None:
+        self._model, self._nodes, self._microbatches = model, nodes, microbatches
+
+    def begin(self, batch: dict[str, Any], scaler: roundpipe.GradScaler | None) -> Begun | None:
+        rows = self._nodes.rows_of(batch)
+        if rows is None:
+            return None
+        cut = balanced_config(rows, self._microbatches)
+        loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
+        pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=cut)
+        return _BegunTokens(pending, count_label_tokens(rows["labels"]))
+
+    def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
+        parts = (self._nodes.rows_of(batch) for batch in batches)
+        total, tokens = held_out_sum(self._model, (part for part in parts if part is not None))
+        return Told(total / tokens if tokens else 0.0, tokens)
+
+
+def cut(rows: dict[str, Any], microbatches: int | None, group: int) -> tuple[BalancedSplit, int]:
+    """How rows are cut into microbatches of even token counts, and into how many; a group of rows stays together."""
+    split = BalancedSplit(rows["attention_mask"], group=group)
+    wanted = len(roundpipe.devices()) + 1 if microbatches is None else microbatches
+    return split, min(wanted, split.most)
+
+
+def cut_config(split: BalancedSplit, parts: int, **more: Any) -> RoundPipeRunConfig:
+    """The options of a call with a label beside its arguments that is cut so."""
+    return RoundPipeRunConfig(num_microbatch=parts, split_input=split.inputs, split_label=split.labels, **more)
+
+
+def of_all(parts: Iterable[Sequence[Any]]) -> Told:
+    """What several parts of the rows tell together, in the form of `Told`."""
+    told = [Told(*each) for each in parts]
+    counted = [each for each in told if each.counted]
+    if len(counted) == 1:
+        return counted[0]
+    total = sum(each.counted for each in counted)
+    right = [each.right for each in counted if each.right is not None]
+    return Told(sum(each.loss * each.counted for each in counted) / total, total, sum(right) if right else None)
