@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -107,6 +108,23 @@ def from_pretrained(
     model.eval()  # PEFT's own modules start in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped
+
+
+def check_files(folder: Path, trains: bool, num_labels: int | None = None) -> None:
+    """Compares a folder's config with the names, shapes and dtypes of its tensors; reads no weights.
+
+    Args:
+        folder: as of `from_pretrained`, without an adapter.
+        trains: whether all weights will be trained.
+        num_labels: as of `from_pretrained`.
+
+    Raises:
+        ValueError: as `from_pretrained` does for them.
+    """
+    from roundpipe.huggingface.weights.direct_loading import CheckedError
+
+    with suppress(CheckedError):
+        _load(folder, {"dtype": "auto"}, _Loading("refuse", False, None, None, trains), num_labels, only_checks=True)
 
 
 def _encoding(quantise: str | None, keep: Sequence[str], frozen_weights: str, trains: bool) -> Quantise | None:
@@ -239,7 +257,11 @@ def _take_stored(base: object, config: Any, loading: _Loading) -> Any:
 
 
 def _load(
-    base: str | os.PathLike[str], options: dict[str, Any], loading: _Loading, num_labels: int | None
+    base: str | os.PathLike[str],
+    options: dict[str, Any],
+    loading: _Loading,
+    num_labels: int | None,
+    only_checks: bool = False,
 ) -> PreTrainedModel:
     from transformers import AutoConfig
 
@@ -275,6 +297,7 @@ def _load(
             loading.quantise,
             stored,
             scores=num_labels is not None,
+            only_checks=only_checks,
         )
     except (BudgetError, CheckpointError):
         raise

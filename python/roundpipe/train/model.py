@@ -15,7 +15,7 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig, _core
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder, refuse_missing_folder
-from roundpipe.huggingface.pretrained import refuse_other_kinds
+from roundpipe.huggingface.pretrained import check_files, refuse_other_kinds
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.huggingface.weights.files import ADAPTER_FILE, Checkpoint, adapter_file
 from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
@@ -153,7 +153,7 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
     model = meta_model(config)
     base = Path(base_of_adapter(config.adapter) if config.adapter else config.model)
     if base.is_dir():
-        Checkpoint(base)
+        check_files(base, not config.trains_adapters, _SCORES if config.task == "reward" else None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     rule = rule_of(config)
     budget = budget_of(config.host_memory, "host_memory", HOST_VARIABLE)

@@ -71,6 +71,7 @@ MODELS: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another kind": ("config.json", setting(model_type="bert", architectures=["BertForMaskedLM"]), "a BertForMaskedLM"),
     "a size in words": ("config.json", setting(hidden_size="large"), "cannot be"),
     "an unknown dtype": ("config.json", setting(dtype="tiny"), "cannot be"),
+    "another size than the weights": ("config.json", setting(intermediate_size=96), "another shape there"),
     "no weights": ("model.safetensors", Path.unlink, "model.safetensors"),
     "torn weights": ("model.safetensors", text("abc"), "model.safetensors"),
     "half a tokenizer": ("tokenizer.json", text("{"), "tokenizer"),

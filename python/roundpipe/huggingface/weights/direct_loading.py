@@ -43,6 +43,10 @@ _SHOWN_BYTES = 1_000_000_000  # models of at least this size show a progress bar
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+class CheckedError(Exception):
+    """Ends a loading that only checks."""
+
+
 def load_language_model(
     base: str | os.PathLike[str],
     extra_tensors: str,
@@ -52,6 +56,7 @@ def load_language_model(
     quantise: Quantise | None = None,
     stored: Mapping[str, Any] | None = None,
     scores: bool = False,
+    only_checks: bool = False,
 ) -> PreTrainedModel:
     """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
 
@@ -67,6 +72,7 @@ def load_language_model(
         stored: the `quantization_config` of files whose weights are encoded; not in the options' config.
         scores: that of `AutoModelForSequenceClassification` instead. If the files are those of another model with the
             same base, its head starts at random, and theirs is left out.
+        only_checks: ends with a CheckedError where the first weight would be read.
 
     Raises:
         CheckpointError: a file is damaged, or weights are missing, of another shape or kind, or left over. Raised
@@ -75,7 +81,7 @@ def load_language_model(
     """
     kinds = options["config"].architectures or () if scores else ()
     has_new_head = scores and not any(kind.endswith("ForSequenceClassification") for kind in kinds)
-    fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored, has_new_head)
+    fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored, has_new_head, only_checks)
     auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
     # A new class for this one call, so that no other call is affected.
     factory: Any = type(auto.__name__, (auto,), {"_model_mapping": _Mapping(auto._model_mapping, fill)})
@@ -155,8 +161,9 @@ class _Fill:
         quantise: Quantise | None,
         stored: Mapping[str, Any] | None,
         has_new_head: bool,
+        only_checks: bool,
     ) -> None:
-        self._base, self._has_new_head = base, has_new_head
+        self._base, self._has_new_head, self._only_checks = base, has_new_head, only_checks
         self._quantise = quantise
         self._stored = stored
         self._admit = admit
@@ -199,6 +206,8 @@ class _Fill:
             encoded = self._quantise.encoded(model, dtypes)
         if self._admit is not None:
             self._admit(_with_encoded(model, encoded))
+        if self._only_checks:
+            raise CheckedError
         mappable = {name for name, _ in model.named_parameters()} if self._mapped else set()
         with _Reader(checkpoint, stored, dtypes, mappable) as reader:
             for name, value in reader.values(names):
@@ -213,7 +222,7 @@ class _Fill:
 
     def _refuse_encoding(self, reason: str) -> None:
         """Raises CheckpointError if weights are encoded, now or in the files: transformers, to which the model is left,
-        does not do it."""
+        does not do it. Nothing more is checked then."""
         if self._stored is not None:
             raise CheckpointError(
                 f"[from_pretrained] {self._base} holds quantised weights, which cannot be read as they are: {reason}; "
@@ -224,6 +233,8 @@ class _Fill:
                 f"[from_pretrained] {self._base} cannot be quantised while it is loaded: {reason}; save it again with "
                 "save_pretrained of transformers, in safetensors, and load that"
             )
+        if self._only_checks:
+            raise CheckedError
 
     def _compare(
         self, model: Any, checkpoint: Checkpoint, names: Names, dtypes: dict[str, torch.dtype]
