@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation
 from roundpipe.data.conversations.encoder import ChatEncoder, ChatSample
 from roundpipe.data.records.formats import NO_ANSWER, format_of, item_of
 from roundpipe.data.records.reading import Record, kind_of, records_of
@@ -22,6 +22,7 @@ from roundpipe.data.samples import IGNORED
 from roundpipe.data.tokenizer import load_tokenizer as load_tokenizer
 from roundpipe.data.tokenizer import padding_token_id as padding_token_id
 from roundpipe.data.tokens.texts import json_lines
+from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from roundpipe.data.balance import balanced_config
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.following.layers.evaluation_mode import evaluation_mode
+from roundpipe.model.call.run_config import RoundPipeRunConfig
 from roundpipe.model.losses.ending import loss_in
 from roundpipe.model.pipe import RoundPipe
 
@@ -36,8 +37,15 @@ def held_out_loss(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> flo
     return total / tokens
 
 
-def held_out_sum(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> tuple[float, int]:
+def held_out_sum(
+    model: RoundPipe,
+    batches: Iterable[Mapping[str, Any]],
+    cut: Callable[[Mapping[str, Any]], RoundPipeRunConfig] = balanced_config,
+) -> tuple[float, int]:
     """`held_out_loss` as the sum over the predicted tokens, and their number, which may be 0.
+
+    Args:
+        cut: says how a batch is cut into microbatches.
 
     Raises:
         ValueError: the model returns no loss, or what it is the mean of is not known.
@@ -49,7 +57,7 @@ def held_out_sum(model: RoundPipe, batches: Iterable[Mapping[str, Any]]) -> tupl
             count = _counted(model, batch)
             if not count:
                 continue
-            config = replace(balanced_config(batch), merge_output=_mean_loss)
+            config = replace(cut(batch), merge_output=_mean_loss)
             with torch.no_grad():
                 total += count * float(model(**batch, roundpipe_run_config=config, roundpipe_loss_only=True))
             tokens += count

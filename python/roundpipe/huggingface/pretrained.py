@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from roundpipe.huggingface.weights.direct_loading import Quantise
+    from roundpipe.huggingface.weights.direct_loading import Kind, Quantise
 
 ADAPTER_CONFIG = "adapter_config.json"
 _REPLACES_FILES = (0, 8)
@@ -44,9 +44,10 @@ def from_pretrained(
     quantise: EncodedFormat | None = None,
     keep: Sequence[str] = (),
     num_labels: int | None = None,
+    freeze: Sequence[str] = (),
     **options: Any,
 ) -> RoundPipe:
-    """Loads a causal language model on the host and wraps it.
+    """Loads a language model on the host and wraps it: a causal one, or one that takes pictures beside text.
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model on the Hub. A folder with a PEFT adapter is
@@ -65,8 +66,9 @@ def from_pretrained(
             for a reward model. Files of a causal model have no such head: it then starts at random, as torch's seed
             says, and the head over the vocabulary is left out. With `pad_token_id`, the numbers of a row are those of
             its last token that is another.
+        freeze: modules whose weights are not trained, by path or last part of it, such as "visual" or "embed_tokens".
         **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
-            `AutoModelForCausalLM.from_pretrained`. Its `dtype` is "auto" here: the dtype in the files. Training in
+            `from_pretrained` of transformers' class. Its `dtype` is "auto" here: the dtype in the files. Training in
             torch.float16 needs a `GradScaler` (docs/float16.md).
 
     Returns:
@@ -105,6 +107,7 @@ def from_pretrained(
     elif peft_config is not None:
         _peft()
         model = add_adapters(model, peft_config)
+    freeze_modules(model, freeze)
     model.eval()  # PEFT's own modules start in training mode
     wrapped: RoundPipe = wrap_model_to_roundpipe(model, **mine)
     return wrapped
@@ -125,6 +128,41 @@ def check_files(folder: Path, trains: bool, num_labels: int | None = None) -> No
 
     with suppress(CheckedError):
         _load(folder, {"dtype": "auto"}, _Loading("refuse", False, None, None, trains), num_labels, only_checks=True)
+
+
+def freeze_modules(model: nn.Module, names: Sequence[str]) -> None:
+    """Freezes the parameters of modules, by path or last part of it.
+
+    Raises:
+        ValueError: no module has such a name, or nothing is left to train.
+    """
+    if isinstance(names, str):
+        raise ValueError(f"[from_pretrained] freeze is {names!r}, expected a list of names, such as [{names!r}]")
+    for name in names:
+        found = [
+            module for path, module in model.named_modules() if path and (path == name or path.endswith(f".{name}"))
+        ]
+        if not found:
+            raise ValueError(f"[from_pretrained] freeze has {name!r}, expected the name of one of the model's modules")
+        for module in found:
+            module.requires_grad_(False)
+    if names and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"[from_pretrained] freeze is {', '.join(names)}, expected that something is left to train")
+
+
+def takes_pictures(config: Any) -> bool:
+    """Whether a config of transformers is that of a model that takes pictures beside text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+    kind = next(iter(getattr(config, "architectures", None) or ()), "")
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+
+
+def kind_of(config: Any, num_labels: int | None) -> Kind:
+    """How a model with this config is loaded; `num_labels` as of `from_pretrained`."""
+    if num_labels is not None:
+        return "scores"
+    return "pictures" if takes_pictures(config) else "causal"
 
 
 def _encoding(quantise: str | None, keep: Sequence[str], frozen_weights: str, trains: bool) -> Quantise | None:
@@ -218,7 +256,7 @@ def refuse_other_kinds(base: str | os.PathLike[str], config: Any, scores: bool =
 
     kind = next(iter(getattr(config, "architectures", None) or ()), "")
     causal = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or kind.endswith(("ForCausalLM", "Model"))
-    causal = causal or (scores and kind.endswith("ForSequenceClassification"))
+    causal = causal or takes_pictures(config) or (scores and kind.endswith("ForSequenceClassification"))
     if kind and not causal and hasattr(transformers, kind):
         raise CheckpointError(
             f"[from_pretrained] {base} holds a {kind}, expected a causal language model; load it with "
@@ -281,6 +319,10 @@ def _load(
         if loading.extra_tensors == "refuse":
             refuse_other_kinds(base, config, scores=num_labels is not None)
         if num_labels is not None:
+            if takes_pictures(config):
+                raise CheckpointError(
+                    f"[from_pretrained] {base} takes pictures and num_labels is given, expected a model of text alone"
+                )
             if num_labels < 1:
                 raise CheckpointError(f"[from_pretrained] num_labels is {num_labels}, expected at least 1")
             config.num_labels = num_labels
@@ -296,7 +338,7 @@ def _load(
             loading.admit,
             loading.quantise,
             stored,
-            scores=num_labels is not None,
+            kind=kind_of(config, num_labels),
             only_checks=only_checks,
         )
     except (BudgetError, CheckpointError):

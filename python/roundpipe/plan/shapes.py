@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PretrainedConfig
 
+    from roundpipe.huggingface.weights.direct_loading import Kind
+
 _META = torch.device("meta")
 _ATTENTION = "roundpipe_shapes"
 
@@ -96,7 +98,7 @@ def make_model(
     quantise: str | None = None,
     keep: Sequence[str] = (),
     folder: Path | None = None,
-    scores: bool = False,
+    kind: Kind = "causal",
 ) -> nn.Module:
     """Makes the model on the meta device.
 
@@ -106,12 +108,14 @@ def make_model(
         adapters: trains these instead.
         quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `from_pretrained`.
         folder: with the model's files, whose headers are read if the config says that weights are encoded there.
-        scores: with a head of `config.num_labels` numbers for each row instead of one over the vocabulary.
+        kind: of the model.
 
     Raises:
         ValueError: transformers has no causal language model, or no fused attention, for the configuration.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AttentionInterface
+
+    from roundpipe.huggingface.weights.direct_loading import AUTO_CLASSES
 
     AttentionInterface.register(_ATTENTION, _fused_attention)
     config = copy.deepcopy(config)
@@ -119,7 +123,7 @@ def make_model(
     stored = getattr(config, "quantization_config", None)
     if stored is not None:
         del config.quantization_config
-    maker: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    maker = AUTO_CLASSES[kind]
     try:
         with _META:
             model: Any = maker.from_config(config, dtype=dtype)

@@ -105,6 +105,15 @@ class TrainConfig:
         ),
     ] = ""
 
+    freeze: Annotated[
+        list[str] | None,
+        _option(
+            _ADAPTERS,
+            "A module whose weights are not trained, such as visual or embed_tokens; again for more.",
+            metavar="MODULE",
+            show_default=False,
+        ),
+    ] = None
     quantise: Annotated[EncodedFormat | None, _shared(_ADAPTERS, "quantise", show_default=False)] = None
     quantise_keep: Annotated[list[str] | None, _shared(_ADAPTERS, "quantise_keep", metavar="MODULE")] = None
 

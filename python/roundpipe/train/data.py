@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 
 from roundpipe.data.batches import Batches
+from roundpipe.data.pictures.batches import PictureBatches
+from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.records.prepare import DataOptions, PreparedData, open_prepared, prepare
 from roundpipe.data.records.store import SampleFiles
 from roundpipe.data.records.summary import DataSummary
@@ -61,7 +63,14 @@ def check_vocabulary(model: Any, folder: Path) -> None:
         )
 
 
-def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes, goes_on: bool = False) -> RunData:
+def read_data(
+    config: TrainConfig,
+    tokenizer: Any,
+    folder: Path,
+    nodes: RunNodes,
+    goes_on: bool = False,
+    pictures: PictureProcessor | None = None,
+) -> RunData:
     """Reads and tokenizes the data of a run into a folder, or opens what is there already: for a run that goes on, also
     if the data has changed since. Rank 0 reads, and the other nodes open what it has written. Collective.
 
@@ -84,7 +93,7 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
     opened: list[PreparedData] = []
 
     def prepared() -> list[str]:
-        opened.append(_prepared(config, tokenizer, options, folder, goes_on))
+        opened.append(_prepared(config, tokenizer, options, folder, goes_on, pictures))
         return [str(weight) for weight in opened[0].weights]
 
     weights = nodes.first(prepared)
@@ -106,6 +115,8 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
             "tokens are learnt; train on pairs with --task dpo or --task reward, or give other data"
         )
     kind, samples, held = _compared(config.task, found)
+    if found.summary.pictures and nodes.size > 1:
+        raise ValueError("[train] the data has pictures and there are several processes, expected one; train in one")
     sizes: dict[str, Any] = {
         # Of a pair, both rows have to fit.
         "batch_tokens": max(config.tokens_of_step, 2 * config.length if found.summary.pairs else 0),
@@ -113,6 +124,12 @@ def read_data(config: TrainConfig, tokenizer: Any, folder: Path, nodes: RunNodes
         "packed": config.packed,
         "pad_token_id": padding_token_id(tokenizer),
     }
+    if pictures is not None:
+        sizes["packed"] = False
+    if pictures is not None and found.summary.pictures:
+        kind = PictureBatches
+        sizes["pictures"] = pictures
+        del sizes["packed"]
     epochs = config.epochs if config.steps is None else _ENDLESS
     train = kind(samples, epochs=epochs, seed=None if config.in_order else config.seed, **sizes)
     steps = len(train) if config.steps is None else config.steps
@@ -134,7 +151,14 @@ def _compared(task: str, found: PreparedData) -> tuple[type[Batches], SampleStor
     return RatedBatches, RatedSamples(found.train), RatedSamples(found.held_out, found.train)
 
 
-def _prepared(config: TrainConfig, tokenizer: Any, options: DataOptions, folder: Path, goes_on: bool) -> PreparedData:
+def _prepared(
+    config: TrainConfig,
+    tokenizer: Any,
+    options: DataOptions,
+    folder: Path,
+    goes_on: bool,
+    pictures: PictureProcessor | None,
+) -> PreparedData:
     assert config.data
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True
@@ -147,4 +171,5 @@ def _prepared(config: TrainConfig, tokenizer: Any, options: DataOptions, folder:
             folder,
             lambda done: bar.update(task, description=f"{done.read:,} records, {done.tokens:,} tokens"),
             keep=goes_on,
+            pictures=pictures,
         )

@@ -26,7 +26,7 @@ from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.interface.progress import duration
-from roundpipe.train.model import base_of_adapter, meta_model, rule_of, tokenizer_of
+from roundpipe.train.model import base_of_adapter, has_pictures, meta_model, rule_of, tokenizer_of
 from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 from roundpipe.train.tasks.samples import PAIR
@@ -92,6 +92,11 @@ def dry_run(
     if config.devices is not None:
         roundpipe.devices(config.devices)
     given = None if machine_file is None else _machine_of(machine_file)
+    if has_pictures(config):
+        raise ValueError(
+            "[train] --dry-run does not predict models that take pictures, expected a model of text alone; try the run "
+            "with --steps 2, whose report shows the time of a step and the memory"
+        )
     meta_model(config)  # which refuses what does not fit the model, before data is read
     tokenizer = tokenizer_of(config)
     with tempfile.TemporaryDirectory() as temporary:

@@ -13,9 +13,10 @@ from transformers import AutoConfig
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig, _core
+from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder, refuse_missing_folder
-from roundpipe.huggingface.pretrained import check_files, refuse_other_kinds
+from roundpipe.huggingface.pretrained import check_files, freeze_modules, kind_of, refuse_other_kinds, takes_pictures
 from roundpipe.huggingface.quiet import without_progress_bars
 from roundpipe.huggingface.weights.files import ADAPTER_FILE, Checkpoint, adapter_file
 from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
@@ -25,6 +26,7 @@ from roundpipe.train.config import TrainConfig
 
 _NAME = "roundpipe-train"
 _OF_AN_ADAPTER = "adapter_config.json"
+_OF_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _SCORES = 1  # of a row, for a reward model
 
 
@@ -109,7 +111,8 @@ def load_model(config: TrainConfig, pad_token_id: int | None = None) -> roundpip
             mixes their samples.
     """
     options: dict[str, Any] = {}
-    if config.packed:
+    packed = config.packed and not has_pictures(config)
+    if packed:
         options["attn_implementation"] = "packed"
     if config.dtype is not None:
         options["dtype"] = getattr(torch, config.dtype)
@@ -132,9 +135,10 @@ def load_model(config: TrainConfig, pad_token_id: int | None = None) -> roundpip
             device_memory=config.device_memory,
             quantise=config.quantise,
             keep=config.quantise_keep or (),
+            freeze=config.freeze or (),
             **options,
         )
-    if config.packed:
+    if packed:
         check_packing(model)
     model.train()
     return model
@@ -187,6 +191,7 @@ def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
         model_config: Any = AutoConfig.from_pretrained(base)
         scores = config.task == "reward"
         refuse_other_kinds(base, model_config, scores)
+        kind = kind_of(model_config, _SCORES if scores else None)
         if scores:
             model_config.num_labels = _SCORES
         name = config.dtype or model_config.dtype or "float32"
@@ -199,14 +204,47 @@ def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
             quantise=config.quantise,
             keep=config.quantise_keep or (),
             folder=Path(base) if Path(base).is_dir() else None,
-            scores=scores and not causal,
+            kind="causal" if scores and causal else kind,
         )
+        freeze_modules(model, config.freeze or ())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
             f"[train] {base} holds quantised weights, which are frozen, expected adapters to train: --lora, --dora or "
             "--adapter; for all weights give the model that was quantised"
         )
     return model
+
+
+def has_pictures(config: TrainConfig) -> bool:
+    """Whether the model of a run takes pictures beside text, and its folder has a processor for them.
+
+    Raises:
+        ValueError: its config cannot be read.
+    """
+    base = base_of_adapter(config.adapter) if config.adapter else config.model
+    with _told(f"the config of {base} cannot be read", "the config.json of a language model of transformers"):
+        takes = takes_pictures(AutoConfig.from_pretrained(base))
+    return takes and (not Path(base).is_dir() or any((Path(base) / name).exists() for name in _OF_PROCESSORS))
+
+
+def pictures_of(config: TrainConfig, tokenizer: Any) -> PictureProcessor | None:
+    """The processor of a model that takes pictures, with this tokenizer; None for another model.
+
+    Raises:
+        ValueError: the processor cannot be loaded.
+    """
+    if not has_pictures(config):
+        return None
+    base = base_of_adapter(config.adapter) if config.adapter else config.model
+    with _told(f"the processor of {base} cannot be read", "the files that its save_pretrained writes"):
+        from transformers import AutoProcessor
+
+        like: Any = AutoProcessor  # has no types
+        processor = like.from_pretrained(base)
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = getattr(processor, "chat_template", None)
+    processor.tokenizer = tokenizer
+    return PictureProcessor(processor)
 
 
 def lora_of(config: TrainConfig) -> Any:

@@ -13,7 +13,7 @@ from roundpipe.train.data import RunData
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.run_folder import REFERENCE_FILE, RunFolder
 from roundpipe.train.tasks.answers import OBJECTIVES, AnswerOptions, Answers
-from roundpipe.train.tasks.objective import NextTokens, Objective
+from roundpipe.train.tasks.objective import NextTokens, Objective, TokensOfPictures
 from roundpipe.train.tasks.reference import read_reference, reference_of, write_reference
 from roundpipe.train.tasks.samples import ComparedSamples
 
@@ -28,7 +28,8 @@ def objective_of(
         ValueError: what the reference said is not there, or cannot be written.
     """
     if config.task == "sft":
-        return NextTokens(model, nodes, config.microbatches)
+        kind = TokensOfPictures if data.summary.pictures else NextTokens
+        return kind(model, nodes, config.microbatches)
     good, bad = config.rating_weights
     options = AnswerOptions(config.microbatches, config.preference_beta, good, bad)
     objective = OBJECTIVES[config.task](model, nodes, options)

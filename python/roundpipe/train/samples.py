@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 import roundpipe
 from roundpipe.checkpoints.runs.lines import Lines
+from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.samples import IGNORED
 from roundpipe.following.layers.evaluation_mode import evaluation_mode
 from roundpipe.train.config import TrainConfig
@@ -21,13 +22,22 @@ _FROM_TEXT = 16  # tokens of a held-out text that begin a sample
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the model goes on from; `expected` is how held-out data does, or "" for a prompt of the user's."""
+    """What the model goes on from.
+
+    Attributes:
+        tokens: of the prompt.
+        expected: how held-out data goes on, or "" for a prompt of the user's.
+        more: the model's arguments for the prompt's pictures.
+    """
 
     tokens: list[int]
     expected: str
+    more: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_prompts(config: TrainConfig, tokenizer: Any, held_out: Any) -> list[Prompt]:
+def make_prompts(
+    config: TrainConfig, tokenizer: Any, held_out: Any, pictures: PictureProcessor | None = None
+) -> list[Prompt]:
     """The configuration's prompts, as turns of a user if the tokenizer has a chat template; without any, the beginnings
     of held-out samples: up to the first token that is learnt or, of a text, a few tokens. A reward model writes
     nothing."""
@@ -44,9 +54,20 @@ def make_prompts(config: TrainConfig, tokenizer: Any, held_out: Any) -> list[Pro
         tokens, labels = (torch.as_tensor(sample[name]).tolist() for name in ("input_ids", "labels"))
         learnt = next((place for place, label in enumerate(labels) if label != IGNORED), len(labels))
         begin = learnt if learnt > 1 else min(_FROM_TEXT, len(tokens) // 2)
-        if begin and all(prompt.tokens != tokens[:begin] for prompt in prompts):
-            prompts.append(Prompt(tokens[:begin], tokenizer.decode(tokens[begin : begin + config.sample_tokens])))
+        more: dict[str, Any] = {}
+        if pictures is not None and sample.get("pictures"):
+            made = pictures.batch([sample["text"]], [sample["pictures"]])
+            more = {name: _first_tokens(value, len(tokens), begin) for name, value in made.items()}
+            more = {name: value for name, value in more.items() if name not in ("input_ids", "attention_mask")}
+        if begin and (more or all(prompt.tokens != tokens[:begin] for prompt in prompts)):
+            expected = tokenizer.decode(tokens[begin : begin + config.sample_tokens])
+            prompts.append(Prompt(tokens[:begin], expected, more))
     return prompts
+
+
+def _first_tokens(value: torch.Tensor, tokens: int, begin: int) -> torch.Tensor:
+    """A tensor of a row's tokens with the first of them only; another one as it is."""
+    return value[:, :begin] if value.shape == (1, tokens) else value
 
 
 def _encoded(text: str, tokenizer: Any) -> list[int]:
@@ -98,7 +119,8 @@ class Samples:
         )
         tokens = torch.tensor([prompt.tokens])
         with torch.no_grad():
-            out = self._model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=config)
+            mask = torch.ones_like(tokens)
+            out = self._model.generate(tokens, attention_mask=mask, generation_config=config, **prompt.more)
         return str(self._tokenizer.decode(out[0, len(prompt.tokens) :]))
 
 

@@ -16,12 +16,13 @@ import roundpipe
 from roundpipe import _core
 from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.batches import check_positions
+from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import Observer, Training
-from roundpipe.train.model import check_run, load_model, save_result, tokenizer_of
+from roundpipe.train.model import check_run, load_model, pictures_of, save_result, tokenizer_of
 from roundpipe.train.nodes import RunNodes, joined_nodes
 from roundpipe.train.objectives import objective_of
 from roundpipe.train.optimizer import make_optimizer, make_schedule
@@ -73,7 +74,8 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     tokenizer = tokenizer_of(config)
     nodes.first(folder.begin)
     nodes.first(lambda: folder.require_space(*predicted))
-    data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on)
+    pictures = pictures_of(config, tokenizer)
+    data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on, pictures)
     if nodes.is_first:
         print(data.summary, flush=True)
         names = ["chosen, ", "rejected, "] if data.summary.pairs else [""]
@@ -96,7 +98,7 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     checkpoint_bytes = sum(nodes.each(lambda: _state_bytes(optimizer))) + _weights_bytes(optimizer)
     nodes.first(lambda: folder.require_space(_result_bytes(model), checkpoint_bytes))
     with folder.reserved(_result_bytes(model)) if nodes.is_first else contextlib.nullcontext():
-        return _train(config, folder, model, optimizer, schedule, data, tokenizer, nodes)
+        return _train(config, folder, model, optimizer, schedule, data, tokenizer, pictures, nodes)
 
 
 def _train(
@@ -107,6 +109,7 @@ def _train(
     schedule: Any,
     data: RunData,
     tokenizer: Any,
+    pictures: PictureProcessor | None,
     nodes: RunNodes,
 ) -> int:
     objective = objective_of(config, model, data, folder, nodes)
@@ -124,7 +127,7 @@ def _train(
             samples = Lines(folder.path / SAMPLES_FILE, step)
             observers: list[Observer] = [Metrics(metrics), screen]
             observers += _trackers(config, folder, open_files, step)
-            prompts = make_prompts(config, tokenizer, data.held_out_samples)
+            prompts = make_prompts(config, tokenizer, data.held_out_samples, pictures)
             observers.append(Samples(model, tokenizer, prompts, config.sample_tokens, samples, screen.say))
             open_files.enter_context(screen)
             complete = training.run(All(observers), lambda: stop.requested)
@@ -139,7 +142,7 @@ def _train(
 
     def finish() -> None:
         folder.release()
-        save_result(model, tokenizer, folder.result)
+        save_result(model, tokenizer if pictures is None else pictures.processor, folder.result)
         screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
         pool = roundpipe.devices()
         of_nodes = f"{nodes.size} nodes; on rank 0: " if nodes.size > 1 else ""

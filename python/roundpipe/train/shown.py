@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable
@@ -12,18 +13,25 @@ from typing import Any
 from roundpipe.data.samples import IGNORED
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import read_data
-from roundpipe.train.model import tokenizer_of
+from roundpipe.train.model import pictures_of, tokenizer_of
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.run_folder import DATA_FOLDER
 
 _BEGIN, _END = "\u27e6", "\u27e7"
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # as of a picture
 _BOLD, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
 def marked(pieces: Iterable[tuple[str, bool]]) -> str:
-    """The text of pieces, with \u27e6 \u27e7 around those that are learnt; on a terminal, they are green as well."""
+    """The text of pieces, with \u27e6 \u27e7 around those that are learnt, which are green on a terminal. A token that
+    stands many times in a row is counted."""
     begin, end = (_BOLD + _BEGIN, _END + _PLAIN) if sys.stdout.isatty() else (_BEGIN, _END)
-    return "".join(f"{begin}{text}{end}" if is_learnt else text for text, is_learnt in pieces)
+    shorter = ((_REPEATED.sub(_counted, text), is_learnt) for text, is_learnt in pieces)
+    return "".join(f"{begin}{text}{end}" if is_learnt else text for text, is_learnt in shorter)
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]} x {len(found[0]) // len(found[1])}"
 
 
 def show(config: TrainConfig, count: int, say: Callable[[str], None]) -> None:
@@ -34,7 +42,8 @@ def show(config: TrainConfig, count: int, say: Callable[[str], None]) -> None:
     """
     tokenizer = tokenizer_of(config)
     with tempfile.TemporaryDirectory() as temporary:
-        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, RunNodes.alone())
+        pictures = pictures_of(config, tokenizer)
+        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, RunNodes.alone(), pictures=pictures)
         say(str(data.summary))
         for number, sample in enumerate(islice(data.samples, count), start=1):
             say(f"sample {number} of {len(data.samples):,}, what is learnt between {_BEGIN} {_END}:")

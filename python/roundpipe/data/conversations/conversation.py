@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+from roundpipe.data.unusable import UnusableError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-class UnusableError(ValueError):
-    """A record that cannot be used. Its text says what is wrong with it, and what was expected.
-
-    Attributes:
-        kind: "broken", or "empty" if there is nothing to learn from.
-        reason: the same for all records with this mistake.
-    """
-
-    def __init__(self, kind: Literal["broken", "empty"], reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.kind, self.reason = kind, reason
 
 
 @dataclass(frozen=True)
@@ -32,6 +21,7 @@ class Conversation:
         tools: handed to the chat template.
         template_options: more arguments for the chat template.
         first_learnt: the first message that may be learnt; those before it are a prompt.
+        pictures: those that `PICTURE` stands for in the messages, in their order: as a record names them, or files.
     """
 
     messages: list[dict[str, Any]]
@@ -39,6 +29,7 @@ class Conversation:
     tools: list[Any] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     first_learnt: int = 0
+    pictures: tuple[Any, ...] = ()
 
     def learns(self, index: int) -> bool:
         """Whether a message's words are to be learnt: the assistant's, unless their `weight` is 0."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation
 from roundpipe.data.conversations.template import (
     ChatTemplate,
     RenderedChat,
@@ -26,11 +26,15 @@ from roundpipe.data.conversations.template import (
     words_of,
 )
 from roundpipe.data.conversations.tokens import ChatSample as ChatSample
-from roundpipe.data.conversations.tokens import Draft, tokenized
+from roundpipe.data.conversations.tokens import Draft, Rendered, tokenized
+from roundpipe.data.pictures.content import PICTURE
 from roundpipe.data.samples import IGNORED
+from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roundpipe.data.pictures.processor import PictureProcessor
 
 _PLAIN_KEYS = frozenset({"role", "content", "weight", "name"})
 
@@ -60,10 +64,12 @@ class EncodedChat:
         samples: with `input_ids` and `labels`; several if the chat template leaves out of an answer, once more messages
             follow, what it writes of the last one.
         notes: what the template did to the conversation, each a text that is the same for all conversations.
+        rendered: what each sample was made of, if the chat template wrote it as text.
     """
 
     samples: list[ChatSample]
     notes: list[str] = field(default_factory=list)
+    rendered: list[Rendered] = field(default_factory=list)
 
 
 class ChatEncoder:
@@ -75,13 +81,20 @@ class ChatEncoder:
     Args:
         tokenizer: with or without a chat template.
         everything: every token has a label, not only the assistant's.
+        pictures: encodes conversations with pictures; None: the model takes none.
 
     Raises:
         ValueError: the tokenizer lacks a required feature.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, everything: bool = False) -> None:
-        self._tokenizer, self._everything = tokenizer, everything
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        everything: bool = False,
+        pictures: PictureProcessor | None = None,
+    ) -> None:
+        self._tokenizer, self._everything, self._pictures = tokenizer, everything, pictures
         has_template = bool(getattr(tokenizer, "chat_template", None))
         if not has_template and not isinstance(tokenizer.eos_token_id, int):
             raise ValueError(
@@ -102,9 +115,11 @@ class ChatEncoder:
         drafted: list[tuple[EncodedChat, list[Draft]]] = []
         for conversation in conversations:
             try:
+                if conversation.pictures and (self._pictures is None or self._template is None):
+                    raise UnusableError("broken", "pictures, which the model does not take", "expected text alone")
                 if self._template is None:
                     found.append(EncodedChat([self._plainly(conversation)]))
-                elif self._template.is_marked and not self._everything:
+                elif self._template.is_marked and not (self._everything or conversation.pictures):
                     found.append(self._by_marks(self._template, conversation))
                 else:
                     encoded = EncodedChat([])
@@ -112,20 +127,32 @@ class ChatEncoder:
                     found.append(encoded)
             except UnusableError as error:
                 found.append(error)
-        samples = iter(tokenized(self._tokenizer, [draft for _, drafts in drafted for draft in drafts]))
+        plain = [draft for _, drafts in drafted for draft in drafts if not draft.pictures]
+        made = {id(draft): sample for draft, sample in zip(plain, tokenized(self._tokenizer, plain), strict=True)}
         for encoded, drafts in drafted:
-            encoded.samples = [next(samples) for _ in drafts]
-            for draft in drafts:
-                _note(encoded.notes, *draft.notes)
+            try:
+                for draft in drafts:
+                    encoded.samples.append(self._with_pictures(draft) if draft.pictures else made[id(draft)])
+                    encoded.rendered.append(Rendered(draft.text, draft.pictures))
+                    _note(encoded.notes, *draft.notes)
+            except UnusableError as error:
+                place = next(number for number, each in enumerate(found) if each is encoded)
+                found[place] = error
         return found
+
+    def _with_pictures(self, draft: Draft) -> ChatSample:
+        assert self._pictures is not None
+        tokens, learnt = self._pictures.encode(draft.text, draft.spans, draft.pictures)
+        return {"input_ids": tokens, "labels": _labels(tokens, learnt)}
 
     def _drafts(self, template: ChatTemplate, conversation: Conversation, notes: list[str]) -> list[Draft]:
         chat = RenderedChat(template, conversation)
-        whole = Draft(chat.whole, [])
+        pictures = conversation.pictures
+        whole = Draft(chat.whole, [], pictures=pictures)
         _note(notes, *_unseen(conversation, whole.text))
         if self._everything:
             text = whole.text + _closing(template, chat.messages[-1])
-            return [Draft(text, [(0, len(text))])]
+            return [Draft(text, [(0, len(text))], pictures=pictures)]
         alone = []
         for index, message in enumerate(chat.messages):
             if not conversation.learns(index):
@@ -143,7 +170,8 @@ class ChatEncoder:
             end = _end(template, whole.text, with_it, begin, message, notes)
             if end is None:
                 ended = with_it + _closing(template, message)
-                alone.append(Draft(ended, [(begin, len(ended))]))
+                seen = sum(str(each.get("content")).count(PICTURE) for each in chat.messages[: index + 1])
+                alone.append(Draft(ended, [(begin, len(ended))], pictures=pictures[:seen]))
                 _note(notes, SPLIT)
             else:
                 if is_last:
@@ -305,11 +333,12 @@ def _unseen(conversation: Conversation, text: str) -> list[str]:
             notes = [NO_TOOLS]
     for message in conversation.messages:
         words = message.get("content")
-        if message["role"] == "assistant" or not isinstance(words, str) or words.strip() in text:
+        if message["role"] == "assistant" or not isinstance(words, str):
             continue
-        quoted = (json.dumps(words.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
-        if not any(form in text for form in quoted):
-            _note(notes, UNSEEN)
+        for part in words.split(PICTURE):
+            quoted = (json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+            if part.strip() not in text and not any(form in text for form in quoted):
+                _note(notes, UNSEEN)
     return notes
 
 

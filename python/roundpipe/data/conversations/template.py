@@ -7,7 +7,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation
+from roundpipe.data.pictures.content import PICTURE, parts_of
+from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,8 +112,7 @@ class ChatTemplate:
 
     def applied(self, messages: list[dict[str, Any]], conversation: Conversation, **how: Any) -> Any:
         """What the template makes of messages of a conversation. Raises what the template raises."""
-        if self._in_parts:
-            messages = [_in_parts(message) for message in messages]
+        messages = [_in_parts(message, self._in_parts) for message in messages]
         return self._tokenizer.apply_chat_template(
             messages, tools=conversation.tools, **how, **conversation.template_options
         )
@@ -183,9 +184,11 @@ def shared_length(one: str, other: str) -> int:
     return least
 
 
-def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+def _in_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    if not isinstance(content, str) or not (always or PICTURE in content):
+        return message
+    return {**message, "content": parts_of(content)}
 
 
 def thought_of(message: Mapping[str, Any]) -> str:

@@ -28,11 +28,20 @@ FIRST_LETTERS = (
 
 @dataclass
 class Draft:
-    """A text, the stretches of it that are learnt, in order, and a list for notes."""
+    """A text, the stretches of it that are learnt, in order, a list for notes, and the files of its pictures."""
 
     text: str
     spans: list[tuple[int, int]]
     notes: list[str] = field(default_factory=list)
+    pictures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What a sample was made of: a text as the chat template writes it, and the files of its pictures."""
+
+    text: str
+    pictures: tuple[str, ...]
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Draft]) -> list[ChatSample]:

@@ -5,23 +5,27 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from roundpipe.data.conversations.conversation import UnusableError
+from roundpipe.data.conversations.conversation import Conversation
+from roundpipe.data.pictures.files import PictureFiles
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
 from roundpipe.data.records.formats import Graded, Item, Pair, Text, advice, format_of, is_bad, item_of, names_of
 from roundpipe.data.records.options import DataOptions, Format
 from roundpipe.data.records.reading import Record, is_utf16
 from roundpipe.data.records.sources import Source
-from roundpipe.data.records.store import sample_files
+from roundpipe.data.records.store import PICTURES, sample_files
 from roundpipe.data.records.summary import DataSummary, SourceSummary
 from roundpipe.data.tokens.texts import Dropped
+from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roundpipe.data.pictures.processor import PictureProcessor
 
 _AT_A_TIME = 256
 _LOOKED_AT = 32  # records, to tell the format
@@ -58,20 +62,25 @@ def convert(
     options: DataOptions,
     folder: Path,
     progress: Callable[[Progress], None] | None,
+    pictures: PictureProcessor | None = None,
 ) -> DataSummary:
     """Writes the samples of all sources to a folder, and says what became of the records.
+
+    Args:
+        pictures: of a model that takes pictures.
 
     Raises:
         ValueError: as `prepare`.
     """
     summary = DataSummary()
-    encoder = Encoder(tokenizer, options)
-    with sample_files(folder, len(tokenizer), options.max_length) as writer:
+    encoder = Encoder(tokenizer, options, pictures)
+    files = PictureFiles(folder / PICTURES)
+    with sample_files(folder, len(tokenizer), options.max_length, pictures is not None) as writer:
         collector = Collector(writer, tokenizer, summary)
         for source in sources:
             counts = _counts_of(source, options)
             summary.sources.append(counts)
-            for batch in _batches(_items(source, counts, options)):
+            for batch in _batches(_items(source, counts, options, files)):
                 _write(batch, encoder, collector, summary)
                 if progress is not None:
                     progress(Progress(source.name, collector.read, writer.samples, collector.tokens))
@@ -95,7 +104,9 @@ def _counts_of(source: Source, options: DataOptions) -> SourceSummary:
     return counts
 
 
-def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Iterator[tuple[Record, Item]]:
+def _items(
+    source: Source, counts: SourceSummary, options: DataOptions, files: PictureFiles
+) -> Iterator[tuple[Record, Item]]:
     """The source's records that are what its format says; the others are noted."""
 
     def note(reason: str, where: str) -> None:
@@ -122,11 +133,21 @@ def _items(source: Source, counts: SourceSummary, options: DataOptions) -> Itera
         if form not in ("rated", "text", "tokens", "preference") and is_bad(record.value):
             counts.notes.note("rated as bad, and learnt all the same (--task kto tells good from bad)", record.where)
         try:
-            yield record, item_of(record, form)
+            item = item_of(record, form)
+            if isinstance(item, Conversation) and item.pictures:
+                beside = _file_of(record).parent if source.files else None
+                item = replace(item, pictures=tuple(files.path_of(each, beside) for each in item.pictures))
+            yield record, item
         except UnusableError as error:
             _note(counts, error, record.where)
     for name in options.renamed.keys() - used:
         counts.notes.note(f"fields: no record has the member {options.renamed[name]} for {name}", source.name)
+
+
+def _file_of(record: Record) -> Path:
+    """The file of a record of a file: its place without the line."""
+    file, _, line = record.where.rpartition(":")
+    return Path(file if line.isdigit() else record.where)
 
 
 def _first(records: Iterator[Record]) -> Iterator[Record]:
@@ -188,6 +209,8 @@ def _write(batch: Sequence[tuple[Record, Item]], encoder: Encoder, collector: Co
             counts.overlong.note(made.overlong, record.where)
         for note in made.notes:
             counts.notes.note(note, record.where)
+        if any(row.rendered is not None and row.rendered.pictures for row in made.rows):
+            summary.pictures += 1
         if made.rows or (record.begins and not record.ends):  # more of a long text follows
             collector.add(counts, made.rows, record, isinstance(item, Pair))
 

@@ -7,14 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation
 from roundpipe.data.conversations.encoder import ChatEncoder, EncodedChat
 from roundpipe.data.records.formats import Graded, Item, Pair, Text, Tokens
 from roundpipe.data.records.options import DataOptions
 from roundpipe.data.records.store import Encoded, of_labels
+from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roundpipe.data.pictures.processor import PictureProcessor
 
 _CUT_TEXT = "cut into several samples"
 _CUT = "lost its end"
@@ -43,13 +46,16 @@ class Encoder:
     Args:
         tokenizer: of the model.
         options: say how.
+        pictures: of a model that takes pictures.
 
     Raises:
         ValueError: the tokenizer lacks a required feature.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-        self._tokenizer, self._options = tokenizer, options
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, options: DataOptions, pictures: PictureProcessor | None = None
+    ) -> None:
+        self._tokenizer, self._options, self._pictures = tokenizer, options, pictures
         self._chat: ChatEncoder | None = None
 
     def encode(self, items: Sequence[Item]) -> list[Samples | UnusableError]:
@@ -77,7 +83,8 @@ class Encoder:
 
     def _encoder(self) -> ChatEncoder:
         if self._chat is None:
-            self._chat = ChatEncoder(self._tokenizer, everything=self._options.train_on == "all")
+            everything = self._options.train_on == "all"
+            self._chat = ChatEncoder(self._tokenizer, everything=everything, pictures=self._pictures)
         return self._chat
 
     def _texts(self, texts: Sequence[Text]) -> list[list[int]]:
@@ -123,7 +130,10 @@ class Encoder:
     def _of_chat(self, encoded: EncodedChat | UnusableError) -> Samples:
         if isinstance(encoded, UnusableError):
             raise encoded
-        return self._fitted([of_labels(each["input_ids"], each["labels"]) for each in encoded.samples], encoded.notes)
+        rows = [of_labels(each["input_ids"], each["labels"]) for each in encoded.samples]
+        if self._pictures is not None and encoded.rendered:
+            rows = [replace(row, rendered=each) for row, each in zip(rows, encoded.rendered, strict=True)]
+        return self._fitted(rows, encoded.notes)
 
     def _of_pair(self, chosen: EncodedChat | UnusableError, rejected: EncodedChat | UnusableError) -> Samples:
         rows, notes = [], []
@@ -162,7 +172,7 @@ class Encoder:
             raise UnusableError("empty", "no token that counts", "expected a label other than -100 behind the first")
         if all(len(row.tokens) <= longest for row in rows):
             return Samples(list(rows), "", list(notes))
-        if self._options.overlong == "cut":
+        if self._options.overlong == "cut" and not any(row.rendered and row.rendered.pictures for row in rows):
             cut = [row.cut(longest) for row in rows]
             left = [row for row in cut if row.counted >= 1]
             return Samples(left, _CUT if len(left) == len(rows) else _NOTHING_LEFT, list(notes))

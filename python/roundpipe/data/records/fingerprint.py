@@ -14,11 +14,19 @@ from roundpipe.data.records.sources import Source
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from roundpipe.data.pictures.processor import PictureProcessor
+
 _VERSION = 3  # goes up when the same input is prepared to something else
 
 
-def fingerprint_of(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> str | None:
-    """A text that differs if the sources (their names, sizes and times), the tokenizer or the options do.
+def fingerprint_of(
+    sources: Sequence[Source],
+    tokenizer: PreTrainedTokenizerBase,
+    options: DataOptions,
+    pictures: PictureProcessor | None = None,
+) -> str | None:
+    """A text that differs if the sources (their names, sizes and times), the tokenizer, the options or what becomes of
+    pictures do. Pictures beside the records are not looked at: a batch says if one has changed.
 
     None: a source cannot tell whether it has changed, such as a stream.
     """
@@ -27,6 +35,8 @@ def fingerprint_of(sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase
         return None
     weights = [str(source.weight) for source in sources]
     document = [_VERSION, states, weights, _tokenizer(tokenizer), dataclasses.asdict(options)]
+    if pictures is not None:
+        document.append(pictures.processor.to_json_string())
     return _digest(json.dumps(document, sort_keys=True))
 
 

@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError, calls_of, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, calls_of, checked_messages
+from roundpipe.data.pictures.content import mark_pictures
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record
 from roundpipe.data.samples import IGNORED
+from roundpipe.data.unusable import UnusableError
 
 # The members that tell a format, the first that fits; those of the first group exclude each other.
 _EXCLUSIVE: dict[Format, tuple[str, ...]] = {
@@ -187,6 +189,7 @@ def _text(text: Any, record: Record) -> Text:
 
 
 def _conversation(messages: Any, value: Mapping[str, Any], where: str, first_learnt: int = 0) -> Conversation:
+    messages, pictures = mark_pictures(messages, value)
     checked = checked_messages(messages)
     for message in checked:
         _check_unicode(str(message.get("content") or ""))
@@ -194,7 +197,7 @@ def _conversation(messages: Any, value: Mapping[str, Any], where: str, first_lea
     options = value.get("chat_template_kwargs") or {}
     if not isinstance(options, Mapping):
         raise UnusableError("broken", "chat_template_kwargs that are no object", "")
-    found = Conversation(checked, where, tools, options, first_learnt)
+    found = Conversation(checked, where, tools, options, first_learnt, tuple(pictures))
     if not any(found.learns(index) for index in range(len(checked))):
         raise UnusableError("empty", NO_ANSWER, "")
     return found
@@ -343,6 +346,8 @@ def _pair(value: Mapping[str, Any], where: str) -> Pair:
     if not shared:
         raise UnusableError("broken", "chosen and rejected that do not begin alike", "expected the same prompt in both")
     chosen, rejected = (_conversation(end, value, where, shared) for end in ends)
+    if chosen.pictures or rejected.pictures:
+        raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
     return Pair(chosen, rejected)
 
 
@@ -369,6 +374,8 @@ def _rated(record: Record) -> Graded:
     talk = item_of(record, form)
     if not isinstance(talk, Conversation):
         raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
+    if talk.pictures:
+        raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
     return Graded([(talk, bool(rating))])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +20,7 @@ from roundpipe.data.records.conversion import convert
 from roundpipe.data.records.fingerprint import fingerprint_of
 from roundpipe.data.records.options import DataOptions as DataOptions
 from roundpipe.data.records.sources import sources_of
-from roundpipe.data.records.store import FILES, SampleFiles
+from roundpipe.data.records.store import FILES, PICTURES, SampleFiles
 from roundpipe.data.records.summary import DataSummary as DataSummary
 from roundpipe.data.records.views import HeldOutSamples, TrainSamples, held_out_samples
 from roundpipe.data.samples import SampleStore
@@ -27,6 +28,8 @@ from roundpipe.files import new_folder, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from roundpipe.data.pictures.processor import PictureProcessor
 
 _DESCRIPTION = "prepared.json"
 _SCHEMA, _VERSION = "roundpipe-prepared-data", 1
@@ -62,6 +65,7 @@ def prepare(
     folder: str | Path,
     progress: Callable[[Progress], None] | None = None,
     keep: bool = False,
+    pictures: PictureProcessor | None = None,
 ) -> PreparedData:
     """Reads records, makes samples of them, and writes these to a folder, whole or not at all.
 
@@ -76,6 +80,7 @@ def prepare(
         progress: called now and then.
         keep: take what the folder holds even if it was prepared from sources that have changed, so that a training
             that goes on has the samples that it began with.
+        pictures: of a model that takes pictures; its tokenizer is the one above.
 
     Raises:
         ValueError: a source is not there, nothing usable is left, the folder holds something else, or a record is such
@@ -86,7 +91,7 @@ def prepare(
     folder = Path(folder)
     found = sources_of(sources)
     weights = tuple(source.weight for source in found)
-    fingerprint = fingerprint_of(found, tokenizer, options)
+    fingerprint = fingerprint_of(found, tokenizer, options, pictures)
     if _prepared(folder):
         description = read_json(folder / _DESCRIPTION, "data", "prepared data")
         current = fingerprint is not None and _identity(description) == (_SCHEMA, _VERSION, fingerprint)
@@ -94,7 +99,7 @@ def prepare(
             return dataclasses.replace(open_prepared(folder, weights, options), reused=True, outdated=not current)
         _remove(folder)
     with new_folder(folder, "data") as temporary:
-        summary = convert(found, tokenizer, options, temporary, progress)
+        summary = convert(found, tokenizer, options, temporary, progress, pictures)
         files = SampleFiles(temporary, summary.pairs)
         summary.held_out_records, held = held_out_samples(files, summary.records, options.held_out, options.seed)
         summary.held_out_samples = len(held)
@@ -161,5 +166,6 @@ def _prepared(folder: Path) -> bool:
 
 def _remove(folder: Path) -> None:
     """Removes what was prepared, and nothing else."""
+    shutil.rmtree(folder / PICTURES, ignore_errors=True)
     for name in (_DESCRIPTION, *FILES):
         (folder / name).unlink(missing_ok=True)

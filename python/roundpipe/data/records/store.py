@@ -3,15 +3,17 @@
 A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
 sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
 of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample that is
-rated, 1 if it is good.
+rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample, its text and the
+files of its pictures, or null if it has no text; a sixth says where the lines begin, in 8 bytes each.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,22 +22,28 @@ import numpy as np
 import torch
 
 from roundpipe import _core
+from roundpipe.data.conversations.tokens import Rendered
 from roundpipe.data.order import Numbers
 from roundpipe.data.samples import IGNORED
 from roundpipe.data.tokens.writer import token_file
 
-FILES = ("samples.tokens", "samples.runs", "records.first", "samples.good")
-_TOKENS, _RUNS, _RECORDS, _GOOD = FILES
+FILES = (
+    "samples.tokens", "samples.runs", "records.first", "samples.good", "samples.rendered", "samples.lines",
+)  # fmt: skip
+_TOKENS, _RUNS, _RECORDS, _GOOD, _RENDERED, _LINES = FILES
+PICTURES = "pictures"
+"""The folder of pictures that were part of records."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A sample: its tokens, the lengths of stretches that do not count and that count, in turn, and whether it is good,
-    if that is known."""
+    """A sample: its tokens, the lengths of stretches that do not count and that count, in turn, whether it is good, if
+    that is known, and what it was made of, for a model that takes pictures."""
 
     tokens: list[int]
     runs: list[int]
     is_good: bool | None = None
+    rendered: Rendered | None = None
 
     @property
     def counted(self) -> int:
@@ -68,8 +76,18 @@ class SampleWriter:
         samples: the number of samples so far.
     """
 
-    def __init__(self, tokens: _core.TokenWriter, runs: _core.TokenWriter, firsts: BinaryIO, good: BinaryIO) -> None:
+    def __init__(
+        self,
+        tokens: _core.TokenWriter,
+        runs: _core.TokenWriter,
+        firsts: BinaryIO,
+        good: BinaryIO,
+        rendered: tuple[BinaryIO, BinaryIO] | None,
+        folder: Path,
+    ) -> None:
+        self._folder = folder
         self._tokens, self._runs, self._firsts, self._good = tokens, runs, firsts, good
+        self._rendered = rendered
         self.records = 0
 
     @property
@@ -86,11 +104,24 @@ class SampleWriter:
             self._runs.append(sample.runs)
             if sample.is_good is not None:
                 self._good.write(bytes([sample.is_good]))
+            if self._rendered is not None:
+                lines, places = self._rendered
+                places.write(lines.tell().to_bytes(8, "little"))
+                lines.write(json.dumps(self._made_of(sample)).encode() + b"\n")
+
+    def _made_of(self, sample: Encoded) -> Any:
+        if sample.rendered is None:
+            return None
+        # The folder may move.
+        own = (Path(file) for file in sample.rendered.pictures)
+        files = [str(file.relative_to(self._folder) if file.is_relative_to(self._folder) else file) for file in own]
+        return [sample.rendered.text, files]
 
 
 @contextmanager
-def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[SampleWriter]:
-    """Gives a writer of the files of a folder; they are complete at the end.
+def sample_files(folder: Path, vocabulary: int, max_length: int, rendered: bool = False) -> Iterator[SampleWriter]:
+    """Gives a writer of the files of a folder; they are complete at the end. `rendered`: what samples were made of is
+    written as well.
 
     Raises:
         ValueError: no record was appended.
@@ -101,8 +132,10 @@ def sample_files(folder: Path, vocabulary: int, max_length: int) -> Iterator[Sam
         token_file(folder / _RUNS, max_length + 1) as runs,
         open(folder / _RECORDS, "wb") as firsts,
         open(folder / _GOOD, "wb") as good,
+        ExitStack() as more,
     ):
-        yield SampleWriter(tokens, runs, firsts, good)
+        both = [more.enter_context(open(folder / name, "wb")) for name in (_RENDERED, _LINES) if rendered]
+        yield SampleWriter(tokens, runs, firsts, good, (both[0], both[1]) if rendered else None, folder)
 
 
 class SampleFiles:
@@ -118,6 +151,7 @@ class SampleFiles:
     """
 
     def __init__(self, folder: Path, pairs: bool) -> None:
+        self._folder = folder
         self._tokens = _core.TokenFile(str(folder / _TOKENS))
         self._runs = _core.TokenFile(str(folder / _RUNS))
         self.pairs = pairs
@@ -125,7 +159,8 @@ class SampleFiles:
             self._firsts = np.memmap(folder / _RECORDS, dtype="<u8", mode="r")
         except (OSError, ValueError) as error:
             raise ValueError(f"[data] cannot read {folder / _RECORDS}: {error}; prepare the data again") from None
-        self._good = _bytes_of(folder / _GOOD)
+        self._good, self._rendered = _bytes_of(folder / _GOOD), _bytes_of(folder / _RENDERED)
+        self._lines = _bytes_of(folder / _LINES).view("<u8")
         fits = self._runs.documents == self._tokens.documents and len(self._good) in (0, self._tokens.documents)
         if not fits or int(self._firsts[-1]) > self._tokens.documents:
             raise ValueError(f"[data] the files of {folder} do not belong together; prepare the data again")
@@ -167,12 +202,20 @@ class SampleFiles:
         return self._tokens.lengths(samples)
 
     def sample(self, number: int) -> dict[str, Any]:
-        """A sample's `input_ids` and `labels`, and `is_good` if it is rated; of a pair, those of `chosen` and of
-        `rejected`."""
+        """A sample's `input_ids` and `labels`, `is_good` if it is rated, and `text` and `pictures` for a model that
+        takes pictures; of a pair, those of `chosen` and of `rejected`."""
         if self.pairs:
             return {"chosen": self._document(2 * number), "rejected": self._document(2 * number + 1)}
-        rating = {"is_good": bool(self._good[number])} if len(self._good) else {}
-        return self._document(number) | rating
+        rating: dict[str, Any] = {"is_good": bool(self._good[number])} if len(self._good) else {}
+        return self._document(number) | rating | self._made_of(number)
+
+    def _made_of(self, number: int) -> dict[str, Any]:
+        """The `text` and `pictures` of a sample for a model that takes pictures; empty without a text."""
+        if not len(self._lines):
+            return {}
+        end = int(self._lines[number + 1]) if number + 1 < len(self._lines) else len(self._rendered)
+        made = json.loads(self._rendered[int(self._lines[number]) : end].tobytes())
+        return {} if made is None else {"text": made[0], "pictures": [str(self._folder / file) for file in made[1]]}
 
     def _document(self, number: int) -> dict[str, torch.Tensor]:
         tokens, runs = self._tokens.document(number), self._runs.document(number)

@@ -70,6 +70,7 @@ class DataSummary:
         sources: in the order given.
         pairs: whether samples are preference pairs.
         rated: whether each sample is known to be good or bad.
+        pictures: records with pictures.
         records: that became samples.
         samples: rows of tokens that records became; a pair is one. A long text is several.
         tokens: of all samples.
@@ -85,6 +86,7 @@ class DataSummary:
     sources: list[SourceSummary] = field(default_factory=list)
     pairs: bool = False
     rated: bool = False
+    pictures: int = 0
     records: int = 0
     samples: int = 0
     tokens: int = 0
@@ -109,6 +111,7 @@ class DataSummary:
         """A few lines for people."""
         counts = f"{self.records:,} records, {self.samples:,} samples, {self.tokens:,} tokens, {self.counted:,} count"
         held = f"{self.held_out_records:,} records" if self.held_out_records else f"the last {self.held_out_samples:,}"
+        counts += f", {self.pictures:,} with pictures" if self.pictures else ""
         lines = [counts + (f", {held} held out" if self.held_out_samples else "")]
         for source in self.sources:
             lines.append(f"{source.name}: {source.read:,} read as {source.format or 'nothing'}, {source.used:,} used")

@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -43,6 +43,15 @@ _SHOWN_BYTES = 1_000_000_000  # models of at least this size show a progress bar
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+Kind = Literal["causal", "scores", "pictures"]
+AUTO_CLASSES: dict[Kind, Any] = {
+    "causal": AutoModelForCausalLM,
+    "scores": AutoModelForSequenceClassification,
+    "pictures": AutoModelForImageTextToText,
+}
+"""The class of transformers that loads a model: of text, of a few numbers for each row, of text and pictures."""
+
+
 class CheckedError(Exception):
     """Ends a loading that only checks."""
 
@@ -55,7 +64,7 @@ def load_language_model(
     admit: Callable[[nn.Module], None] | None = None,
     quantise: Quantise | None = None,
     stored: Mapping[str, Any] | None = None,
-    scores: bool = False,
+    kind: Kind = "causal",
     only_checks: bool = False,
 ) -> PreTrainedModel:
     """Returns the model of `AutoModelForCausalLM.from_pretrained(base, **options)`.
@@ -70,8 +79,8 @@ def load_language_model(
         admit: receives the empty model before any weight is read, and may refuse it with a BudgetError.
         quantise: encodes weights as they are read; then memory peaks at the encoded weights plus a layer's.
         stored: the `quantization_config` of files whose weights are encoded; not in the options' config.
-        scores: that of `AutoModelForSequenceClassification` instead. If the files are those of another model with the
-            same base, its head starts at random, and theirs is left out.
+        kind: of the model. If the files of one of "scores" are those of another model with the same base, its head
+            starts at random, and theirs is left out.
         only_checks: ends with a CheckedError where the first weight would be read.
 
     Raises:
@@ -79,10 +88,10 @@ def load_language_model(
             before any weight is read.
         Exception: whatever transformers raises.
     """
-    kinds = options["config"].architectures or () if scores else ()
-    has_new_head = scores and not any(kind.endswith("ForSequenceClassification") for kind in kinds)
+    stored_kinds = options["config"].architectures or () if kind == "scores" else ()
+    has_new_head = kind == "scores" and not any(each.endswith("ForSequenceClassification") for each in stored_kinds)
     fill = _Fill(base, extra_tensors, mapped, admit, quantise, stored, has_new_head, only_checks)
-    auto: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    auto = AUTO_CLASSES[kind]
     # A new class for this one call, so that no other call is affected.
     factory: Any = type(auto.__name__, (auto,), {"_model_mapping": _Mapping(auto._model_mapping, fill)})
     # Ignored size mismatches are reported by name, and of a new head there is nothing to report.

@@ -102,6 +102,23 @@ class NextTokens:
         return Told(total / tokens if tokens else 0.0, tokens)
 
 
+class TokensOfPictures(NextTokens):
+    """The same of batches with pictures, which the model cuts itself, as it knows whose they are."""
+
+    def begin(self, batch: dict[str, Any], scaler: roundpipe.GradScaler | None) -> Begun | None:
+        loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
+        pending = self._model.submit(input_kwargs=batch, loss_fn=loss_fn, run_config=self._cut(batch))
+        return _BegunTokens(pending, count_label_tokens(batch["labels"]))
+
+    def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
+        total, tokens = held_out_sum(self._model, batches, self._cut)
+        return Told(total / tokens if tokens else 0.0, tokens)
+
+    def _cut(self, batch: Mapping[str, Any]) -> RoundPipeRunConfig:
+        wanted = len(roundpipe.devices()) + 1 if self._microbatches is None else self._microbatches
+        return RoundPipeRunConfig(num_microbatch=min(wanted, len(batch["input_ids"])))
+
+
 def cut(rows: dict[str, Any], microbatches: int | None, group: int) -> tuple[BalancedSplit, int]:
     """How rows are cut into microbatches of even token counts, and into how many; a group of rows stays together."""
     split = BalancedSplit(rows["attention_mask"], group=group)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, checked_messages
 from roundpipe.data.conversations.encoder import (
     NO_END,
     NO_THOUGHTS,
@@ -24,6 +24,7 @@ from roundpipe.data.conversations.encoder import (
 )
 from roundpipe.data.conversations.tokens import APART, FIRST_LETTERS
 from roundpipe.data.samples import IGNORED
+from roundpipe.data.unusable import UnusableError
 from tiny_chat import TEMPLATE, byte_tokenizer, learnt, talk
 
 HEADERS = (  # as Llama 3: the text before an answer is a header of the answer's own

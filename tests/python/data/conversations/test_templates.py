@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError, checked_messages
+from roundpipe.data.conversations.conversation import Conversation, checked_messages
 from roundpipe.data.conversations.encoder import (
     CLOSED,
     GIVEN,
@@ -21,6 +21,7 @@ from roundpipe.data.conversations.encoder import (
     EncodedChat,
 )
 from roundpipe.data.samples import IGNORED
+from roundpipe.data.unusable import UnusableError
 from tiny_chat import byte_tokenizer
 
 FOLDER = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from roundpipe.data.conversations.conversation import Conversation, UnusableError
+from roundpipe.data.conversations.conversation import Conversation
 from roundpipe.data.records.formats import Pair, Text, Tokens, format_of, item_of
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record
+from roundpipe.data.unusable import UnusableError
 
 ASKED = {"role": "user", "content": "q"}
 ANSWERED = {"role": "assistant", "content": "a"}
@@ -195,7 +196,7 @@ BROKEN = [
     ("instruction", {"instruction": "q"}, "a record without output or response", "has the members instruction"),
     ("messages", {"messages": [{"role": "bot", "content": ""}]}, "a role that is not known", "'bot'"),
     ("messages", {"messages": [{"role": "user"}]}, "a message without role or content", "message 0"),
-    ("messages", {"messages": [{**ASKED, "content": [{"type": "image"}]}]}, "a content that is no text", "is a list"),
+    ("messages", {"messages": [{**ASKED, "content": [{"type": "image"}]}]}, "places without pictures", "message 0"),
     ("messages", {"messages": [ASKED, {**ANSWERED, "weight": 2}]}, "a weight other than 0 and 1", "weight 2"),
     ("messages", {"messages": [ASKED, ANSWERED], "tools": "x"}, "tools that are no list of objects", ""),
     ("messages", {"messages": [ASKED, {**ANSWERED, "content": "\ud83d"}]}, "half of a surrogate pair in a text", ""),

@@ -1,0 +1,119 @@
+"""Pictures among tokens: what is learnt of texts with pictures, batches, and pictures that cannot be used."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from roundpipe.data.pictures.batches import PictureBatches
+from roundpipe.data.pictures.processor import PictureProcessor
+from roundpipe.data.records.prepare import DataOptions, PreparedData, prepare
+from roundpipe.data.samples import IGNORED
+from tiny_pictures import drawn, gemma, llava, shape_file
+
+MAKERS = {"llava": llava, "gemma": gemma}
+
+
+@pytest.fixture(scope="module", params=list(MAKERS))
+def pictures(request: Any) -> PictureProcessor:
+    return PictureProcessor(MAKERS[request.param]()[1])
+
+
+def prepared(pictures: PictureProcessor, data: Path, out: Path, **options: Any) -> PreparedData:
+    settings = DataOptions(**{"max_length": 256, **options})
+    return prepare([str(data)], pictures.tokenizer, settings, out, pictures=pictures)
+
+
+def learnt(pictures: PictureProcessor, sample: Any) -> str:
+    return str(pictures.tokenizer.decode(sample["input_ids"][sample["labels"] != IGNORED]))
+
+
+def test_answers_are_learnt_and_tokens_are_the_processors(pictures: PictureProcessor, tmp_path: Path) -> None:
+    data = prepared(pictures, shape_file(tmp_path / "data", 9, uneven=True), tmp_path / "out")
+    answers = [json.loads(line)["messages"][1]["content"] for line in (tmp_path / "data/shapes.jsonl").open()]
+    assert [learnt(pictures, sample).removesuffix("\n") for sample in data.train] == [f"{a}<|im_end|>" for a in answers]
+    assert [len(sample["pictures"]) for sample in data.train] == [1, 2, 0] * 3
+    assert data.summary.pictures == 6 and "6 with pictures" in str(data.summary)
+    for sample in data.train:
+        read = [Image.open(path) for path in sample["pictures"]]
+        made = pictures.processor(text=sample["text"], images=read or None, add_special_tokens=False)
+        assert sample["input_ids"].tolist() == made["input_ids"][0]
+
+
+def test_several_turns_with_pictures(pictures: PictureProcessor, tmp_path: Path) -> None:
+    drawn("square", "red", 1).save(tmp_path / "a.png")
+    drawn("circle", "blue", 2).save(tmp_path / "b.png")
+    part = {"type": "image", "path": "a.png"}
+    said = [
+        {"role": "user", "content": [part, {"type": "text", "text": "one?"}]},
+        {"role": "assistant", "content": "one."},
+        {"role": "user", "content": [{"type": "text", "text": "two?"}, {**part, "path": str(tmp_path / "b.png")}]},
+        {"role": "assistant", "content": "two."},
+    ]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    (sample,) = prepared(pictures, tmp_path / "x.jsonl", tmp_path / "out").train
+    assert learnt(pictures, sample).replace("\n", "") == "one.<|im_end|>two.<|im_end|>"
+    (whole,) = prepared(pictures, tmp_path / "x.jsonl", tmp_path / "all", train_on="all").train
+    text = learnt(pictures, whole)
+    assert "one?" in text and "<image" not in text.replace("<start_of_image>", "")
+
+
+def test_a_batch_is_the_processors(pictures: PictureProcessor, tmp_path: Path) -> None:
+    data = prepared(pictures, shape_file(tmp_path / "data", 6, uneven=True), tmp_path / "out")
+    sizes: dict[str, Any] = {"batch_tokens": 4096, "max_length": 256, "pad_token_id": pictures.tokenizer.pad_token_id}
+    (batch,) = PictureBatches(data.train, pictures=pictures, **sizes)
+    assert batch["pixel_values"].shape[0] == 6
+    assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
+    count = (batch["labels"] != IGNORED).sum(1).tolist()
+    assert count == [int((sample["labels"] != IGNORED).sum()) for sample in data.train]
+    drawn("square", "red", 1).resize((112, 56)).save(tmp_path / "data" / "0-0.png")
+    (other,) = PictureBatches(data.train, pictures=pictures, **sizes)  # of the same tokens
+    assert not torch.equal(other["pixel_values"], batch["pixel_values"])
+
+
+def test_pictures_in_every_form_and_broken_ones(pictures: PictureProcessor, tmp_path: Path) -> None:
+    drawn("square", "red", 1).save(tmp_path / "a.png")
+    content = (tmp_path / "a.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(content[: len(content) // 2])
+    (tmp_path / "no.png").write_text("no picture")
+    said = [{"role": "user", "content": "<image>?"}, {"role": "assistant", "content": "a"}]
+    good = [
+        "a.png", tmp_path / "a.png", f"file://{tmp_path}/a.png", content, {"bytes": content, "path": None},
+        {"path": str(tmp_path / "a.png")}, Image.open(tmp_path / "a.png"),
+    ]  # fmt: skip
+    bad = ["half.png", "no.png", "missing.png", "https://example.org/a.png", 3, b"x"]
+    records = [{"messages": said, "images": [picture]} for picture in [*good, *bad]]
+    for record in records:
+        if record["images"][0] in ("a.png", "half.png", "no.png", "missing.png"):
+            record["images"] = [str(tmp_path / str(record["images"][0]))]
+    data = prepare([records], pictures.tokenizer, DataOptions(max_length=128), tmp_path / "out", pictures=pictures)
+    assert len(data.train) == len(good)
+    assert {sample["input_ids"].shape for sample in data.train} == {data.train[0]["input_ids"].shape}
+    assert all(Path(sample["pictures"][0]).is_file() for sample in data.train)
+    broken = data.summary.sources[0].broken.reasons
+    assert broken == {
+        "a picture that cannot be read": 4,
+        "a picture that is not there": 1,
+        "a picture by its address on a network": 1,
+    }
+
+
+def test_without_a_processor_pictures_are_counted(tmp_path: Path) -> None:
+    tokenizer = llava()[1].tokenizer
+    data = prepare(
+        [str(shape_file(tmp_path / "data", 6, uneven=True))], tokenizer, DataOptions(max_length=99), tmp_path / "o"
+    )
+    assert len(data.train) == 2
+    assert data.summary.sources[0].broken.reasons == {"pictures, which the model does not take": 4}
+
+
+def test_long_rows_with_pictures_are_left_out(pictures: PictureProcessor, tmp_path: Path) -> None:
+    data = prepared(pictures, shape_file(tmp_path / "data", 6, uneven=True), tmp_path / "out", max_length=60)
+    assert sum(data.summary.sources[0].overlong.reasons.values()) > 0
+    assert all(len(sample["input_ids"]) <= 60 for sample in data.train)
+    assert "left out" in str(data.summary)
