@@ -127,7 +127,16 @@ def main() -> None:
     write_records(options.out / "test" / "shapes.jsonl", 180)
     write_model(options.out / "start")
     begin = time.monotonic()
-    command = [sys.executable, "-m", "roundpipe", "train", "--model", options.out / "start", "--out", options.out / "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "roundpipe",
+        "train",
+        "--model",
+        options.out / "start",
+        "--out",
+        options.out / "run",
+    ]
     command += ["--data", options.out / "train" / "shapes.jsonl", "--epochs", str(options.epochs), "--held-out", "0.02"]
     command += ["--length", "64", "--batch-tokens", "768", "--learning-rate", "2e-3", "--warmup-steps", "20"]
     subprocess.run([*map(str, command), "--log-every", "100"], check=True)

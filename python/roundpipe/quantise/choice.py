@@ -49,6 +49,8 @@ def choose(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
     _core.require_modules(names, list(modules))
     get_head = getattr(model, "get_output_embeddings", None)
     head = None if get_head is None else get_head()
+    base = getattr(model, "base_model", model)
+    inside = {id(module) for module in base.modules()}  # what scores rows is outside
     places = Counter(id(parameter) for module in modules.values() for parameter in module._parameters.values())
     encoded: set[str] = set()
     kept: dict[str, str] = {}
@@ -61,7 +63,7 @@ def choose(model: nn.Module, format: str, keep: Iterable[str] = ()) -> Choice:
             full = f"{path}.{name}" if path else name
             if not (is_weight or is_stack):
                 kept[full] = "no matrix of a linear layer or of experts"
-            elif module is head:
+            elif module is head or id(module) not in inside:
                 kept[full] = "the head"
             elif any(_core.is_name_of(each, path) for each in names):
                 kept[full] = "in keep"

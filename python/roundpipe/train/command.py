@@ -78,7 +78,7 @@ class TrainOptions(TrainConfig):
 
 
 def train(options: TrainOptions, given: frozenset[str]) -> None:
-    """Train a language model on texts or conversations: all weights, or adapters.
+    """Train a language model on texts, conversations, pictures or compared answers: all weights, or adapters.
 
     roundpipe train --model MODEL --data chat.jsonl --out run
 
@@ -111,6 +111,6 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
 
             code = run(config, options.resume)
     except KeyboardInterrupt:
-        typer.echo("\nroundpipe: interrupted", err=True)
+        typer.echo("\nroundpipe: interrupted before the first step; start it again", err=True)
         code = 130
     raise typer.Exit(code)

@@ -254,8 +254,8 @@ class TrainConfig:
                 raise refused(name, value, "a number above 0")
         if self.task == "reward" and self.sample_prompts:
             raise refused("sample_prompts", self.sample_prompts, "none: a reward model does not write")
-        if self.task != "sft" and self.overlong == "cut" and self.documents != "file":
-            raise refused("documents", self.documents, "file: texts are not compared")
+        if self.task == "kto" and self.train_on == "all":
+            raise refused("train_on", self.train_on, "assistant, with --task kto: answers are compared, not questions")
 
     @property
     def record_format(self) -> Format:
@@ -313,8 +313,22 @@ class TrainConfig:
         """The values that belong to the bits of a training: a run that resumes has to have the same."""
         from roundpipe import _core
 
-        own = {name: value for name, value in dataclasses.asdict(self).items() if name not in (*_OPTIONS, *_FREE)}
+        own = {name: value for name, value in self.in_effect().items() if name not in (*_OPTIONS, *_FREE)}
         return own | _core.fixed_training_options(self._shared_values())
+
+    def in_effect(self) -> dict[str, Any]:
+        """All values, with those that the task has by default."""
+        own = {
+            "beta": self.preference_beta,
+            "good_weight": self.rating_weights[0],
+            "bad_weight": self.rating_weights[1],
+        }
+        values = dataclasses.asdict(self) | {
+            name: value for name, value in own.items() if self.task in _OPTIONS_OF_TASKS[name]
+        }
+        if self.task != "sft":
+            values |= {"rows": "padded", "learning_rate": self._shared_values()["learning_rate"]}
+        return values
 
     def of_all_nodes(self) -> dict[str, Any]:
         """The values that are the same on every node of a run; the others are about one machine."""

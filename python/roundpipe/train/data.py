@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -117,6 +118,12 @@ def read_data(
     kind, samples, held = _compared(config.task, found)
     if found.summary.pictures and nodes.size > 1:
         raise ValueError("[train] the data has pictures and there are several processes, expected one; train in one")
+    if found.summary.pairs and config.tokens_of_step < 2 * config.length and nodes.is_first:
+        print(
+            f"[train] a step has {config.tokens_of_step} tokens, and a pair may have {2 * config.length}, twice "
+            "--length: a step has as many",
+            file=sys.stderr,
+        )
     sizes: dict[str, Any] = {
         # Of a pair, both rows have to fit.
         "batch_tokens": max(config.tokens_of_step, 2 * config.length if found.summary.pairs else 0),
@@ -143,9 +150,9 @@ def _compared(task: str, found: PreparedData) -> tuple[type[Batches], SampleStor
         return Batches, found.train, found.held_out
     if task != "kto":
         return PairBatches, PairSamples(found.train), PairSamples(found.held_out)
-    if len(found.train) < 2:
+    if found.summary.records - found.summary.held_out_records < 2:
         raise ValueError(
-            "[train] the data has one rated answer to train on, expected several: kto compares with answers to other "
+            "[train] the data has one record to train on, expected several: kto compares with answers to other "
             "questions; give more data"
         )
     return RatedBatches, RatedSamples(found.train), RatedSamples(found.held_out, found.train)

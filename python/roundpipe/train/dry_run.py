@@ -191,6 +191,11 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
     # A forward takes about a third of a step.
     seconds = (data.steps + times * len(data.held_out) / 3) * forecast.step_ms / 1000
     yield f"time     {duration(seconds)} (predicted), or {seconds / 3600:.2f} hours, with {times} evaluations"
+    if config.task in ("dpo", "kto"):
+        count = len(data.samples) + len(data.held_out_samples)
+        yield f"before   the reference is asked about {count:,} samples, which the time does not count"
+    if config.task == "kto":
+        yield "besides  a forward of as many rows in each step, which the time does not count either"
     device = forecast.found.device
     has = f" of {_size(forecast.found.memory)}" if forecast.found.memory else ""
     yield f"device   {_size(device.total)}{has} (predicted): {_rows_text(device.rows())}"

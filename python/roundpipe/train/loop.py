@@ -126,13 +126,17 @@ class Training:
         self._since = time.perf_counter()
         batches = itertools.islice(self._data.train, steps - self.step)
         for step, batch in enumerate(batches, start=self.step + 1):
+            is_evaluated = step == steps or (every is not None and step % every == 0)
+            is_saved = self._config.save_every is not None and step % self._config.save_every == 0
+            if begun is not None and (is_evaluated or is_saved):
+                # This step is waited for, too: its time is not that of the one before.
+                self._read(begun)
+                begun = None
             following = self._begin(step, batch)
             if begun is not None:
                 self._read(begun)
             begun = following
             is_stopped = any(self._nodes.each(stop))
-            is_evaluated = step == steps or (every is not None and step % every == 0)
-            is_saved = self._config.save_every is not None and step % self._config.save_every == 0
             if is_stopped or is_evaluated or is_saved:
                 self._read(begun)
                 begun = None

@@ -187,9 +187,23 @@ def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
     if config.adapter:
         base, adapters = base_of_adapter(config.adapter), _config_of_adapter(config.adapter)
         adapters.inference_mode = False  # a saved adapter is frozen
+        kind_of_task = str(getattr(adapters.task_type, "value", adapters.task_type))
+        if kind_of_task in ("CAUSAL_LM", "SEQ_CLS") and (kind_of_task == "SEQ_CLS") != (config.task == "reward"):
+            raise ValueError(
+                f"[train] --adapter {config.adapter} was trained as {kind_of_task}, expected "
+                f"{'SEQ_CLS, which scores rows' if config.task == 'reward' else 'CAUSAL_LM, which writes'}, for --task "
+                f"{config.task}; put an adapter into its base first, with roundpipe export --merge, and give the "
+                "result as --model"
+            )
     with _told(f"the config of {base} cannot be read", "the config.json of a causal language model of transformers"):
         model_config: Any = AutoConfig.from_pretrained(base)
         scores = config.task == "reward"
+        stored_kind = next(iter(model_config.architectures or ()), "")
+        if stored_kind.endswith("ForSequenceClassification") and not scores:
+            raise ValueError(
+                f"[train] {base} holds a {stored_kind}, which scores rows, expected a model that writes for --task "
+                f"{config.task}; a reward model goes on with --task reward"
+            )
         refuse_other_kinds(base, model_config, scores)
         kind = kind_of(model_config, _SCORES if scores else None)
         if scores:
@@ -284,7 +298,26 @@ def save_result(model: roundpipe.RoundPipe, tokenizer: Any, folder: Path) -> Non
         with new_folder(folder, "train") as written, without_progress_bars():
             model.save_pretrained(written)
             tokenizer.save_pretrained(written)
+            if (written / _OF_AN_ADAPTER).exists():
+                (written / "README.md").write_text(_about_adapter(model), encoding="utf-8")
     except (OSError, RuntimeError) as error:
         raise ValueError(
             f"[train] cannot write {folder}: {first_lines(error)}; make room, then go on with --resume"
         ) from error
+
+
+def _about_adapter(model: Any) -> str:
+    """How the adapter is loaded, in place of PEFT's form to be filled in."""
+    config = model.peft_config["default"]
+    base, task = config.base_model_name_or_path, getattr(config.task_type, "value", config.task_type)
+    kind, more = "AutoModelForCausalLM", ""
+    if task == "SEQ_CLS":
+        kind, more = "AutoModelForSequenceClassification", f", num_labels=1, pad_token_id={model.config.pad_token_id}"
+    elif takes_pictures(model.config):
+        kind = "AutoModelForImageTextToText"
+    return (
+        f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nAn adapter that RoundPipe has trained.\n\n```python\n"
+        f"from peft import PeftModel\nfrom transformers import {kind}\n\n"
+        f"base = {kind}.from_pretrained({str(base)!r}{more})\n"
+        'model = PeftModel.from_pretrained(base, "this folder")\n```\n'
+    )

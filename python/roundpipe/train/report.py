@@ -169,7 +169,7 @@ def _memory(report: RunReport) -> str:
 
 
 def _configuration(config: TrainConfig) -> str:
-    values = dataclasses.asdict(config)
+    values = config.in_effect()
     changed = {name for name, value in values.items() if value != _defaults()[name]}
     rows = [(name + (" *" if name in changed else ""), "" if v is None else str(v)) for name, v in values.items()]
     return '<p class="note">* differs from the default</p>' + _table(rows)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import logging
 import os
+import re
 import shlex
 import signal
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +24,7 @@ from roundpipe.data.batches import check_positions
 from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.tokenizer import padding_token_id
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.config_file import read_config
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import Observer, Training
@@ -28,6 +34,7 @@ from roundpipe.train.objectives import objective_of
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.run_folder import (
+    CONFIG_FILE,
     DATA_FOLDER,
     METRICS_FILE,
     REPORT_FILE,
@@ -48,12 +55,17 @@ def run(config: TrainConfig, resume: bool) -> int:
     Raises:
         ValueError: a value, the data or the model do not fit; nothing has been trained.
     """
+    # About kernels that are not used, and what PEFT asks transformers for.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
+    if sys.stderr.isatty():
+        print(f"roundpipe: reading {config.model or config.adapter}", file=sys.stderr)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits on every stream
     with joined_nodes() as nodes:
         try:
             return _run(config, resume, nodes)
         except (roundpipe.RoundPipeError, torch.OutOfMemoryError) as error:
-            print(f"roundpipe{f' (rank {nodes.rank})' if nodes.size > 1 else ''}: {error}", file=sys.stderr)
+            print(f"roundpipe{f' (rank {nodes.rank})' if nodes.size > 1 else ''}: {_by_option(error)}", file=sys.stderr)
             _core.wait_for_saves(config.out)
             if nodes.is_first and _core.latest_step(config.out) is not None:
                 print(f"a checkpoint is there; go on with\n  {resume_command(config, nodes)}", file=sys.stderr)
@@ -62,13 +74,14 @@ def run(config: TrainConfig, resume: bool) -> int:
 
 def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     nodes.require_same(config)
+    if config.devices is not None:
+        roundpipe.devices(config.devices)
+    config = _with_microbatches(config, resume, nodes)
     folder = RunFolder(config, resume, nodes)
     if config.tensorboard and nodes.is_first:
         imported_tensorboard()
     if config.wandb is not None and nodes.is_first:
         imported_wandb()
-    if config.devices is not None:
-        roundpipe.devices(config.devices)
     nodes.require_own_devices()
     predicted = check_run(config)
     tokenizer = tokenizer_of(config)
@@ -89,6 +102,8 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
         )
     config.rate_factor(data.steps)
     transformers.set_seed(config.seed)  # adapters and dropout begin at random
+    if config.task == "reward" and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding_token_id(tokenizer))  # as it is trained and saved
     model = load_model(config, padding_token_id(tokenizer))
     model.random_seed += nodes.rank  # nodes drop other values of their rows
     check_positions(model, data.train, data.held_out)
@@ -99,6 +114,21 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     nodes.first(lambda: folder.require_space(_result_bytes(model), checkpoint_bytes))
     with folder.reserved(_result_bytes(model)) if nodes.is_first else contextlib.nullcontext():
         return _train(config, folder, model, optimizer, schedule, data, tokenizer, pictures, nodes)
+
+
+def _by_option(error: Exception) -> str:
+    """The error with the options of the command where it names those of the package."""
+    text = str(error).replace("recompute_grain='layer'", "--recompute-by-layer")
+    return re.sub(r"\bnum_microbatch=(\d+)", r"--microbatches \1", text)
+
+
+def _with_microbatches(config: TrainConfig, resume: bool, nodes: RunNodes) -> TrainConfig:
+    """A run that goes on, perhaps on more devices, has the microbatches that it began with, and so the same bits."""
+    if config.microbatches is not None or nodes.size > 1:
+        return config
+    stored = Path(config.out) / CONFIG_FILE
+    known = read_config(stored).get("microbatches") if resume and stored.is_file() else len(roundpipe.devices()) + 1
+    return dataclasses.replace(config, microbatches=known)
 
 
 def _train(
@@ -144,6 +174,8 @@ def _train(
         folder.release()
         save_result(model, tokenizer if pictures is None else pictures.processor, folder.result)
         screen.say(f"the trained {'adapter' if config.trains_adapters else 'model'} is in {folder.result}")
+        if config.task == "reward" and config.trains_adapters:
+            screen.say(f"  its base needs num_labels=1 and pad_token_id={model.config.pad_token_id}, see its README.md")
         pool = roundpipe.devices()
         of_nodes = f"{nodes.size} nodes; on rank 0: " if nodes.size > 1 else ""
         report = RunReport(

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _PLAIN_KEYS = frozenset({"role", "content", "weight", "name"})
 
+NO_TEMPLATE = "the tokenizer has no chat template: each message is a line with its role, as `user: What is 2 + 2?`"
 SPLIT = "the chat template leaves thoughts or calls out of earlier answers: each such answer became a sample of its own"
 SHORTER = "the chat template writes earlier answers without what it adds to the last one: they are learnt so"
 LEFT_OUT = "the chat template leaves words of the assistant out: they are not learnt"
@@ -118,7 +119,7 @@ class ChatEncoder:
                 if conversation.pictures and (self._pictures is None or self._template is None):
                     raise UnusableError("broken", "pictures, which the model does not take", "expected text alone")
                 if self._template is None:
-                    found.append(EncodedChat([self._plainly(conversation)]))
+                    found.append(EncodedChat([self._plainly(conversation)], [NO_TEMPLATE]))
                 elif self._template.is_marked and not (self._everything or conversation.pictures):
                     found.append(self._by_marks(self._template, conversation))
                 else:

@@ -66,6 +66,7 @@ class Collector:
             summary.longest = max(summary.longest, len(row.tokens))
             if row.is_good is not None:
                 summary.rated = True
+                summary.good += row.is_good
             self._lengths[1 << (len(row.tokens) - 1).bit_length()] += 1
             if unknown is not None and unknown != self._tokenizer.eos_token_id:
                 summary.unknown += row.tokens.count(unknown)
@@ -86,10 +87,11 @@ class Collector:
         self._shown[source] += 1
         for row in rows[: 2 if self._summary.pairs else 1]:
             pieces, begin = [], 0
+            rating = "" if row.is_good is None else ", good" if row.is_good else ", bad"
             short = row.cut(_EXAMPLE_TOKENS)
             for number, run in enumerate(short.runs):
                 if run:
                     text = self._tokenizer.decode(short.tokens[begin : begin + run])
                     pieces.append((str(text), number % 2 == 1))
                 begin += run
-            self._summary.examples.append(Example(where, pieces))
+            self._summary.examples.append(Example(where + rating, pieces))

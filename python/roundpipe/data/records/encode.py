@@ -23,6 +23,7 @@ _CUT_TEXT = "cut into several samples"
 _CUT = "lost its end"
 _NOTHING_LEFT = "left out: nothing that counts is left before its end"
 _LEFT_OUT = "left out"
+_EQUAL_CUT = "left out: chosen and rejected are equal before their end"
 
 
 @dataclass
@@ -147,6 +148,8 @@ class Encoder:
             rows.append(of_labels(encoded.samples[0]["input_ids"], encoded.samples[0]["labels"]))
             notes += [note for note in encoded.notes if note not in notes]
         fitted = self._fitted(rows, notes)
+        if len(fitted.rows) == 2 and fitted.rows[0].tokens == fitted.rows[1].tokens:
+            return Samples([], _EQUAL_CUT)
         return fitted if len(fitted.rows) == 2 else Samples([], fitted.overlong)
 
     def _of_rated(self, item: Graded, answers: Sequence[EncodedChat | UnusableError]) -> Samples:

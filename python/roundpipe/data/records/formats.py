@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ _OTHERS: dict[Format, tuple[str, ...]] = {
     "text": ("text",),
 }
 _MORE = "input|context"  # of a question
-_RATING = "label|kto_tag"  # of one answer: true, false, 1 or 0
+_RATING = "label|kto_tag"  # of one answer
+_RATINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # also as a cell of CSV
+_HH = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 NO_ANSWER = "no answer of the assistant"
 """The reason against a conversation in which nothing is learnt."""
 _SPEAKERS = {
@@ -93,6 +96,8 @@ def format_of(value: Any, where: str) -> Format | None:
     if not isinstance(value, Mapping):
         return None
     found = [name for name, members in _EXCLUSIVE.items() if all(value.get(each) is not None for each in members)]
+    if "preference" in found and isinstance(value["chosen"], Mapping):
+        found = ["preference"]  # a turn as each answer, behind those of both
     if len(found) > 1:
         raise ValueError(
             f"[data] {where} may be read as {' or as '.join(found)}, expected one of them; say which by "
@@ -161,7 +166,9 @@ def item_of(record: Record, form: Format) -> Item:
     missing = [names for names in expected if not _names_in(value, names)]
     if missing:
         reason = f"a record without {' and '.join(names.replace('|', ' or ') for names in missing)}"
-        raise UnusableError("broken", reason, f"has the members {', '.join(sorted(map(str, value)))}")
+        named = " ".join(f"--fields {names.split('|')[0]}=MEMBER" for names in missing)
+        detail = f"has the members {', '.join(sorted(map(str, value)))}; say which it is by {named}"
+        raise UnusableError("broken", reason, detail)
     if form == "text":
         return _text(value["text"], record)
     if form == "tokens":
@@ -218,6 +225,12 @@ def _tools(value: Mapping[str, Any]) -> list[Any] | None:
 
 
 def _sharegpt(value: Mapping[str, Any]) -> Any:
+    turns = _turns(value)
+    return _with_system(value, turns) if isinstance(turns, list) else turns
+
+
+def _turns(value: Mapping[str, Any]) -> Any:
+    """ShareGPT's turns as messages."""
     turns = _list(value["conversations"], "conversations")
     if not isinstance(turns, list):
         return turns
@@ -240,7 +253,7 @@ def _sharegpt(value: Mapping[str, Any]) -> Any:
         else:
             message["content"] = content
         messages.append({"role": roles.pop(), **message})
-    return _with_system(value, messages)
+    return messages
 
 
 def _content_of(turn: Mapping[str, Any], index: int) -> Any:
@@ -267,11 +280,13 @@ def _calls(text: Any, index: int) -> list[dict[str, Any]]:
 
 def _prompt(value: Mapping[str, Any], where: str) -> Conversation:
     prompt, completion = (_member(value, names) for names in _OTHERS["prompt"])
-    if isinstance(prompt, list) and isinstance(completion, list):
-        return _conversation([*prompt, *completion], value, where, len(prompt))
-    prompt = _with_more(prompt, value)
-    messages = _with_system(value, [_said("user", prompt), _said("assistant", completion)])
-    return _conversation(messages, value, where)
+    asked, answered = isinstance(prompt, list), isinstance(completion, list)
+    if not (asked or answered):
+        messages = [_said("user", _with_more(prompt, value)), _said("assistant", completion)]
+        return _conversation(_with_system(value, messages), value, where)
+    before = _with_system(value, prompt if asked else [_said("user", _with_more(prompt, value))])
+    after = completion if answered else [_said("assistant", completion)]
+    return _conversation([*before, *after], value, where, len(before))
 
 
 def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -318,30 +333,25 @@ def _with_system(value: Mapping[str, Any], messages: list[dict[str, Any]]) -> li
 
 
 def _pair(value: Mapping[str, Any], where: str) -> Pair:
-    prompt, ends = value.get("prompt"), [value["chosen"], value["rejected"]]
-    if isinstance(prompt, str):
-        before = _with_system(value, [_said("user", prompt)])
-    else:
-        before = _list(prompt, "prompt") if prompt is not None else []
-        if not isinstance(before, list):
-            raise UnusableError("broken", "a prompt that is neither text nor messages", "")
-    if all(isinstance(end, str) for end in ends):
-        if not before:
-            raise UnusableError("broken", "a pair of texts without prompt", "expected the prompt as a member")
-        ends = [[_said("assistant", end)] for end in ends]
-    ends = [_list(end, "chosen and rejected") for end in ends]
-    if not all(isinstance(end, list) and end and all(isinstance(each, dict) for each in end) for end in ends):
-        raise UnusableError("broken", "chosen or rejected that are neither texts nor messages", "")
+    before = _asked(value)
+    ends = [_answered(value[name], name) for name in ("chosen", "rejected")]
+    if not before and all(isinstance(end, str) for end in ends):
+        ends = [_human_and_assistant(end) for end in ends]
+    if any(isinstance(end, str) for end in ends) and not before:
+        detail = "expected the prompt as a member, such as --fields prompt=MEMBER"
+        raise UnusableError("broken", "a pair of texts without prompt", detail)
+    ends = [[_said("assistant", end)] if isinstance(end, str) else end for end in ends]
     if all(end[0].get("role") == "assistant" for end in ends) and before:
         ends = [[*before, *end] for end in ends]
+    ends = [_with_system(value, end) for end in ends]
     shared = 0
     while shared < min(map(len, ends)) and ends[0][shared] == ends[1][shared]:
         shared += 1
     if shared == len(ends[0]) == len(ends[1]):
         raise UnusableError("broken", "chosen and rejected are equal", "")
     # A prompt that the ends hold as well is only compared.
-    asked = before[-1].get("content") if before and isinstance(before[-1], dict) else None
-    if asked is not None and not any(message.get("content") == asked for message in ends[0][:shared]):
+    asked = _stripped(before[-1].get("content")) if before and isinstance(before[-1], dict) else None
+    if asked is not None and not any(_stripped(message.get("content")) == asked for message in ends[0][:shared]):
         raise UnusableError("broken", "chosen and rejected that do not follow the prompt", "")
     if not shared:
         raise UnusableError("broken", "chosen and rejected that do not begin alike", "expected the same prompt in both")
@@ -349,6 +359,59 @@ def _pair(value: Mapping[str, Any], where: str) -> Pair:
     if chosen.pictures or rejected.pictures:
         raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
     return Pair(chosen, rejected)
+
+
+def _asked(value: Mapping[str, Any]) -> list[Any]:
+    """The messages before the answers of a pair: its prompt, or the turns of LLaMA-Factory's form; empty without."""
+    prompt = _member(value, f"{_OTHERS['prompt'][0]}|instruction")
+    answers = [value["chosen"], value["rejected"]]
+    if prompt is None and all(isinstance(answer, Mapping | str) for answer in answers):
+        if value.get("conversations") is not None:
+            prompt = _turns(value)
+        elif value.get("messages") is not None:
+            prompt = _list(value["messages"], "messages")
+    if isinstance(prompt, str) and not prompt.lstrip().startswith("["):
+        return [_said("user", _with_more(prompt, value))]
+    before = _list(prompt, "prompt") if prompt is not None else []
+    if isinstance(before, str):
+        return [_said("user", _with_more(before, value))]
+    if not isinstance(before, list):
+        raise UnusableError("broken", "a prompt that is neither text nor messages", "")
+    return before
+
+
+def _answered(answer: Any, name: str) -> Any:
+    """An answer of a pair: a text, or messages."""
+    if isinstance(answer, str) and not answer.lstrip().startswith(("[", "{")):
+        return answer
+    found = _list(answer, name) if not isinstance(answer, str) else _json_or_text(answer)
+    found = [found] if isinstance(found, Mapping) else found
+    if isinstance(found, str):
+        return found
+    if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+        detail = f"its {name} is {str(answer)[:80]!r}, expected a text, a message or a list of messages"
+        raise UnusableError("broken", "chosen or rejected that are neither texts nor messages", detail)
+    return _turns({"conversations": found}) if all("from" in each for each in found) else found
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _human_and_assistant(text: str) -> Any:
+    """The messages of a text in the form of Anthropic's HH-RLHF; another text as it is."""
+    parts = _HH.split(text.strip("\n"))
+    if parts[0].strip() or len(parts) < 3:
+        return text
+    roles = {"Human": "user", "Assistant": "assistant"}
+    return [_said(roles[role], said.strip()) for role, said in zip(parts[1::2], parts[2::2], strict=True)]
+
+
+def _stripped(content: Any) -> Any:
+    return content.strip() if isinstance(content, str) else content
 
 
 def is_bad(value: Any) -> bool:
@@ -361,22 +424,24 @@ def _rated(record: Record) -> Graded:
     value, where = record.value, record.where
     rating = _member(value, _RATING)
     if rating is None:
-        if format_of(value, where) == "preference":
+        if all(value.get(name) is not None for name in ("chosen", "rejected")):
             pair = _pair(value, where)
             return Graded([(pair.chosen, True), (pair.rejected, False)])
         detail = f"has the members {', '.join(sorted(map(str, value)))}, expected label, true or false"
         raise UnusableError("broken", "an answer without label, and no pair of chosen and rejected", detail)
-    if rating not in (True, False):  # 1 and 0 as well
-        raise UnusableError("broken", "a label that is neither true nor false", f"its label is {str(rating)[:40]!r}")
-    form = format_of(value, where)
-    if form in ("preference", "tokens", "text", None):
-        raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
-    talk = item_of(record, form)
+    is_good = _RATINGS.get(str(rating).strip().lower())
+    if is_good is None:
+        detail = f"its label is {str(rating)[:40]!r}, expected true, false, 1 or 0"
+        raise UnusableError("broken", "a label that is neither true nor false", detail)
+    forms = [form for form in ("messages", "sharegpt") if value.get(_EXCLUSIVE[form][0]) is not None]
+    others: tuple[Format, ...] = ("prompt", "instruction")
+    forms += [form for form in others if all(_names_in(value, each) for each in _OTHERS[form])]
+    talk = item_of(record, forms[0]) if forms else None  # type: ignore[arg-type]
     if not isinstance(talk, Conversation):
         raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
     if talk.pictures:
         raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
-    return Graded([(talk, bool(rating))])
+    return Graded([(talk, is_good)])
 
 
 def _tokens(value: Mapping[str, Any]) -> Tokens:

@@ -70,6 +70,7 @@ class DataSummary:
         sources: in the order given.
         pairs: whether samples are preference pairs.
         rated: whether each sample is known to be good or bad.
+        good: samples that are good, of those that are rated.
         pictures: records with pictures.
         records: that became samples.
         samples: rows of tokens that records became; a pair is one. A long text is several.
@@ -86,6 +87,7 @@ class DataSummary:
     sources: list[SourceSummary] = field(default_factory=list)
     pairs: bool = False
     rated: bool = False
+    good: int = 0
     pictures: int = 0
     records: int = 0
     samples: int = 0
@@ -109,8 +111,9 @@ class DataSummary:
 
     def __str__(self) -> str:
         """A few lines for people."""
-        counts = f"{self.records:,} records, {self.samples:,} samples, {self.tokens:,} tokens, {self.counted:,} count"
+        counts = f"{self.records:,} records, {self.samples:,} samples, {self.tokens:,} tokens, {self.counted:,} learnt"
         held = f"{self.held_out_records:,} records" if self.held_out_records else f"the last {self.held_out_samples:,}"
+        counts += f", {self.good:,} good and {self.samples - self.good:,} bad" if self.rated else ""
         counts += f", {self.pictures:,} with pictures" if self.pictures else ""
         lines = [counts + (f", {held} held out" if self.held_out_samples else "")]
         for source in self.sources:

@@ -6,6 +6,7 @@ NEEDED = ("model", "data", "out")
 """Without these there is no run."""
 
 FIRST = (
+    "task",
     "lora",
     "quantise",
     "epochs",

@@ -36,7 +36,7 @@ class AnswerOptions:
     bad_weight: float
 
 
-Losses = tuple[torch.Tensor, torch.Tensor]  # of each pair or answer, and whether the model is right about it
+Losses = tuple[torch.Tensor, torch.Tensor]  # of each pair or answer, and how right the model is about it, up to 1
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class _BegunAnswers:
 
     def told(self, scale: float) -> Told:
         _, total, right = self.pending.loss()
-        return Told(float(total) / self.counted, self.counted, round(float(right)))
+        return Told(float(total) / self.counted, self.counted, float(right))
 
 
 class Answers:
@@ -122,7 +122,7 @@ class Answers:
                 continue
             _, label = self._parted(rows)
             losses, right = self.losses(self.values(rows), {**label, **measured})
-            found.append(Told(float(losses.double().mean()), len(losses), int(right.sum())))
+            found.append(Told(float(losses.double().mean()), len(losses), float(right.sum())))
         return of_all(found) if found else Told(0.0, 0, 0)
 
     def measured(self, batch: dict[str, Any]) -> Label:
@@ -161,7 +161,7 @@ class DirectPreference(Answers):
     def losses(self, values: torch.Tensor, label: Label) -> Losses:
         gained = (values - label["reference"].to(values)).view(-1, PAIR)
         margin = self._options.beta * (gained[:, 0] - gained[:, 1])
-        return -F.logsigmoid(margin), margin > 0
+        return -F.logsigmoid(margin), _right(margin)
 
 
 class Reward(Answers):
@@ -176,7 +176,7 @@ class Reward(Answers):
     def losses(self, values: torch.Tensor, label: Label) -> Losses:
         rewards = values.view(-1, PAIR)
         margin = rewards[:, 0] - rewards[:, 1]
-        return -F.logsigmoid(margin), margin > 0
+        return -F.logsigmoid(margin), _right(margin)
 
 
 class RatedAnswers(Answers):
@@ -203,7 +203,12 @@ class RatedAnswers(Answers):
         ahead = options.beta * (gained - float(label["moved"]))
         good = options.good_weight * (1 - torch.sigmoid(ahead))
         bad = options.bad_weight * (1 - torch.sigmoid(-ahead))
-        return torch.where(is_good, good, bad), (gained > 0) == is_good
+        return torch.where(is_good, good, bad), _right(torch.where(is_good, gained, -gained))
+
+
+def _right(margin: torch.Tensor) -> torch.Tensor:
+    """1 where the model is right, and 1/2 where it makes no difference, as before the first step."""
+    return (margin > 0) + 0.5 * (margin == 0)
 
 
 def _tensors(batch: dict[str, Any]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ class Told(NamedTuple):
     Attributes:
         loss: the mean over what counts of its rows: labels, pairs or answers.
         counted: how many these are.
-        right: how many of them the model gets right; None: that is not asked.
+        right: how many of them the model gets right, a half for one that it cannot tell; None: that is not asked.
     """
 
     loss: float
     counted: int
-    right: int | None = None
+    right: float | None = None
 
     @property
     def accuracy(self) -> float | None:

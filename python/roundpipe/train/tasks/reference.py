@@ -3,6 +3,7 @@ second copy of the model is needed."""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,8 +66,14 @@ def write_reference(path: Path, parts: dict[str, tuple[ComparedSamples, torch.Te
         ValueError: the file cannot be written.
     """
     tensors = {name: reference for name, (_, reference) in parts.items()}
+    marks = {name: _mark(samples, reference) for name, (samples, reference) in parts.items()}
     with replacing(path) as temporary:
-        save_file(tensors, temporary, {name: samples.identity for name, (samples, _) in parts.items()})
+        save_file(tensors, temporary, marks)
+
+
+def _mark(samples: ComparedSamples, reference: torch.Tensor) -> str:
+    """Of which samples it is, and of which values."""
+    return f"{samples.identity} {zlib.crc32(reference.numpy().tobytes()):08x}"
 
 
 def read_reference(path: Path, parts: dict[str, ComparedSamples]) -> dict[str, torch.Tensor]:
@@ -83,8 +90,10 @@ def read_reference(path: Path, parts: dict[str, ComparedSamples]) -> dict[str, t
             f"[train] {path} cannot be read: {error}; expected what the run has written before its first step, without "
             "which it cannot go on; begin anew with another --out"
         ) from None
-    if identities != {name: samples.identity for name, samples in parts.items()}:
+    same = identities.keys() == found.keys() == parts.keys()
+    if not same or any(identities[name] != _mark(samples, found[name]) for name, samples in parts.items()):
         raise ValueError(
-            f"[train] {path} was written for other samples, expected those of the run; begin anew with another --out"
+            f"[train] {path} is damaged or was written for other samples, expected what the run has written; begin "
+            "anew with another --out"
         )
     return found

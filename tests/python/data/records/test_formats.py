@@ -138,6 +138,17 @@ PAIRS: dict[str, dict[str, Any]] = {
     "answers": {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]},
     "whole": {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
     "whole, with the prompt": {"prompt": "q", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+    "another name of the prompt": {"question": " q ", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]},
+    "an instruction": {"instruction": "q", "chosen": "a", "rejected": "b"},
+    "a turn as each answer": {
+        "conversations": TURN[:1],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    },
+    "turns as answers": {"prompt": "q", "chosen": TURN[1:], "rejected": [{"from": "gpt", "value": "b"}]},
+    "a message as each answer": {"messages": [ASKED], "chosen": ANSWERED, "rejected": OTHER},
+    "HH-RLHF": {"chosen": "\n\nHuman: q\n\nAssistant: a", "rejected": "\n\nHuman: q\n\nAssistant: b"},
+    "cells of JSON": {"chosen": json.dumps([ASKED, ANSWERED]), "rejected": json.dumps([ASKED, OTHER])},
 }
 
 
@@ -264,3 +275,48 @@ def test_empty_records(form: Format, value: Any, reason: str) -> None:
     with pytest.raises(UnusableError) as found:
         item(value, form)
     assert (found.value.kind, found.value.reason) == ("empty", reason)
+
+
+SHARED: dict[str, tuple[Format, dict[str, Any]]] = {
+    "pairs of messages": ("preference", {"chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]}),
+    "pairs behind a text": ("preference", {"prompt": "q", "chosen": [ASKED, ANSWERED], "rejected": [ASKED, OTHER]}),
+    "pairs behind messages": ("preference", {"prompt": [ASKED], "chosen": [ANSWERED], "rejected": [OTHER]}),
+    "pairs of texts": ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+    "a prompt of messages": ("prompt", {"prompt": [ASKED], "completion": [ANSWERED]}),
+    "messages and a text": ("prompt", {"prompt": [ASKED], "completion": "a"}),
+    "a text and messages": ("prompt", {"prompt": "q", "completion": [ANSWERED]}),
+}
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_a_system_beside_lists_of_messages_is_read(case: str) -> None:
+    form, value = SHARED[case]
+    found = item({**value, "system": "s"}, form)
+    for talk in (found.chosen, found.rejected) if isinstance(found, Pair) else (found,):
+        assert talk.messages[:2] == [SYSTEM, ASKED]
+        assert [index for index in range(len(talk.messages)) if talk.learns(index)] == [2]
+
+
+def test_a_text_beside_the_prompt_of_a_pair_is_read() -> None:
+    found = item({"instruction": "q", "input": "more", "chosen": "a", "rejected": "b"}, "preference")
+    assert found.chosen.messages[0] == found.rejected.messages[0] == {"role": "user", "content": "q\n\nmore"}
+
+
+@pytest.mark.parametrize(
+    ("value", "good"),
+    [
+        ({"prompt": "q", "completion": "a", "label": True}, [True]),
+        ({"prompt": "q", "completion": "a", "label": 0}, [False]),
+        ({"prompt": "q", "completion": "a", "label": "False"}, [False]),  # a cell of CSV
+        ({"prompt": "q", "completion": "a", "label": "1"}, [True]),
+        ({"messages": [ASKED, ANSWERED], "label": False}, [False]),
+        ({"conversations": TURN, "kto_tag": True}, [True]),
+        ({"instruction": "q", "output": "a", "kto_tag": False}, [False]),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, [True, False]),
+        ({"conversations": TURN[:1], "chosen": TURN[1], "rejected": {"from": "gpt", "value": "b"}}, [True, False]),
+    ],
+)
+def test_answers_that_are_rated(value: dict[str, Any], good: list[bool]) -> None:
+    found = item(value, "rated")
+    assert [is_good for _, is_good in found.answers] == good
+    assert all(talk.messages[0] == ASKED for talk, _ in found.answers)

@@ -311,7 +311,7 @@ def test_what_cannot_be_used_is_counted_and_named(tmp_path: Path) -> None:
     assert source.broken.places == {
         "not JSON": [f"{path}:1"],
         "no object": [f"{path}:2 (is a list, expected an object with members)"],
-        "a record without messages": [f"{path}:3 (has the members text)"],
+        "a record without messages": [f"{path}:3 (has the members text; say which it is by --fields messages=MEMBER)"],
     }
     assert source.empty.reasons == {"no messages": 1, "no answer of the assistant": 1}
     assert source.overlong.places == {

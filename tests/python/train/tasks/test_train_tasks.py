@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable
@@ -281,7 +282,9 @@ def test_a_reference_of_another_run_is_refused(
         assert run(ours, resume=False) == 130
     path = Path(ours.out) / "reference.safetensors"
     save_file({"train": torch.zeros(6, 2, dtype=torch.float64)}, path, {"train": "others"})
-    with pytest.raises(ValueError, match=r"reference\.safetensors was written for other samples, .* another --out"):
+    with pytest.raises(
+        ValueError, match=r"reference\.safetensors is damaged or was written for other samples, .* another --out"
+    ):
         run(ours, resume=True)
     path.unlink()
     with pytest.raises(ValueError, match=r"reference\.safetensors cannot be read: .* begin anew with another --out"):
@@ -316,6 +319,61 @@ def test_what_does_not_fit_a_task_is_refused(config: Callable[..., TrainConfig],
     ):
         with pytest.raises(ValueError, match=message):
             run(config(task, data=[data]), resume=False)
+
+
+def test_what_an_adapter_was_trained_for_is_known(
+    config: Callable[..., TrainConfig], place: Path, tmp_path: Path, capsys: Any
+) -> None:
+    scores, writes = (config(task, lora=True, steps=1, out=str(tmp_path / task)) for task in ("reward", "dpo"))
+    assert run(scores, resume=False) == run(writes, resume=False) == 0
+    said = capsys.readouterr().out
+    assert "its base needs num_labels=1 and pad_token_id=256, see its README.md" in said
+    assert "num_labels=1, pad_token_id=256" in (tmp_path / "reward" / "adapter" / "README.md").read_text()
+    assert "AutoModelForCausalLM.from_pretrained(" in (tmp_path / "dpo" / "adapter" / "README.md").read_text()
+    for task, adapter, message in (
+        ("dpo", scores, "was trained as SEQ_CLS, expected CAUSAL_LM, which writes, for --task dpo; .* export --merge"),
+        ("reward", writes, "was trained as CAUSAL_LM, expected SEQ_CLS, which scores rows, for --task reward"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            again = config(task, adapter=str(Path(adapter.out) / "adapter"), model="", out=str(tmp_path / "again"))
+            run(again, resume=False)
+    assert run(config("reward", steps=1, out=str(tmp_path / "whole")), resume=False) == 0
+    with pytest.raises(
+        ValueError, match=r"holds a LlamaForSequenceClassification, which scores rows, .* --task reward"
+    ):
+        run(config("dpo", model=str(tmp_path / "whole" / "model"), out=str(tmp_path / "more")), resume=False)
+
+
+def test_answers_that_only_differ_behind_their_end_are_left_out(
+    config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    pairs = [{"prompt": "q", "chosen": "a" * 80 + end, "rejected": "a" * 80 + "z"} for end in "bc"]
+    pairs.append({"prompt": "q", "chosen": "a", "rejected": "b"})
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    ours = config("dpo", data=[str(tmp_path / "long.jsonl")], steps=1)
+    assert run(ours, resume=False) == 0
+    assert len(SampleFiles(Path(ours.out) / "data", pairs=True)) == 1
+    assert "left out: chosen and rejected are equal before their end" in (Path(ours.out) / "report.html").read_text()
+
+
+def test_a_reward_model_keeps_its_head_beside_an_encoded_base(config: Callable[..., TrainConfig]) -> None:
+    ours = config("reward", lora=True, quantise="int8", steps=1)
+    assert run(ours, resume=False) == 0
+    assert lines_of(ours)[0]["accuracy"] >= 0
+
+
+@pytest.mark.parametrize("task", ["sft", "dpo"])
+def test_a_run_goes_on_with_its_microbatches_on_more_devices(
+    task: str, config: Callable[..., TrainConfig], place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"batch_tokens": 256, "data": [str(place / ("pairs.jsonl" if task == "dpo" else "rated.jsonl"))]}
+    whole, ours = (config(task, **more, out=str(tmp_path / name)) for name in ("whole", "ours"))
+    assert run(whole, resume=False) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", InterruptedAt("step 2/"))
+        assert run(ours, resume=False) == 130
+    assert run(dataclasses.replace(ours, devices="virtual:3"), resume=True) == 0
+    assert [line["loss"] for line in lines_of(ours)] == [line["loss"] for line in lines_of(whole)]
 
 
 def test_a_model_with_a_loss_of_its_own_is_refused(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
