@@ -36,3 +36,15 @@ def test_image_classifier(runner: ProgramRunner) -> None:
     losses = [float(loss) for loss in re.findall(r"epoch \d  loss ([\d.]+)", result.stdout)]
     assert len(losses) == 2 and losses[-1] < losses[0] < 2.08  # log 8: a guess
     assert float(result.stdout.rpartition("test accuracy ")[2]) > 0.25
+
+
+def test_shapes(runner: ProgramRunner, tmp_path: Path) -> None:
+    """Its losses are those of transformers alone; whether it learns is tried by hand, in minutes."""
+    arguments = (tmp_path / "shapes", "--pictures", "200", "--epochs", "3")
+    result = runner.run(EXAMPLES / "shapes.py", *arguments, ROUNDPIPE_DEVICES=DEVICES)
+    assert result.returncode == 0, result.stderr
+    losses = re.search(r"before training was ([\d.]+), by transformers alone ([\d.]+)", result.stdout)
+    assert losses is not None and abs(float(losses[1]) - float(losses[2])) < 1e-5
+    evaluations = re.findall(r"held-out loss ([\d.]+)\n", result.stdout)
+    assert float(evaluations[-1]) < float(evaluations[0]) - 0.2
+    assert re.search(r"% of 180 new pictures are named right, after [\d.]+ minutes", result.stdout)
