@@ -24,6 +24,7 @@
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/language/language_model.h>
 #include <roundpipe/language/token_batches.h>
+#include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>

@@ -122,6 +122,7 @@ void bind_memory_simulator(py::module_& module) {
              return OptimizerMemory{algorithm, options, moments};
            }),
            py::arg("algorithm"), py::arg("options"), py::arg("moments"))
+      .def("of_command", &of_command, py::arg("parameters"), py::arg("classes"))
       .def_readonly("algorithm", &OptimizerMemory::algorithm)
       .def_readonly("options", &OptimizerMemory::options)
       .def_readonly("moments", &OptimizerMemory::moments);

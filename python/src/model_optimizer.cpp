@@ -11,6 +11,22 @@ namespace py = pybind11;
 using runtime::ModelOptimizer;
 using runtime::StepRun;
 
+namespace {
+
+// The group of a parameter by the parameters of each group; negative: none has it.
+FusedSteps::GroupOf group_of(const std::vector<std::vector<at::Tensor>>& groups) {
+  std::unordered_map<const c10::TensorImpl*, int> found;
+  for (size_t i = 0; i < groups.size(); ++i) {
+    for (const at::Tensor& parameter : groups[i]) found[parameter.unsafeGetTensorImpl()] = static_cast<int>(i);
+  }
+  return [found = std::move(found)](const at::Tensor& parameter) {
+    const auto own = found.find(parameter.unsafeGetTensorImpl());
+    return own == found.end() ? -1 : own->second;
+  };
+}
+
+}  // namespace
+
 void bind_model_optimizer(py::module_& module) {
   py::class_<StepOptions>(module, "StepOptions")
       .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm) {
@@ -112,25 +128,16 @@ void bind_model_optimizer(py::module_& module) {
            py::arg("models"), py::arg("host_parameters"))
       .def(
           "require_room",
-          [](const FusedSteps& steps, const std::string& name, const FusedRule& rule, int nodes) {
-            steps.require_room("optim", name, rule, nodes);
-          },
-          py::arg("name"), py::arg("rule"), py::arg("nodes"), unlocked)
+          [](const FusedSteps& steps, const std::string& name, const FusedRule& rule,
+             const std::vector<std::vector<at::Tensor>>& groups,
+             int nodes) { steps.require_room("optim", name, rule, group_of(groups), nodes); },
+          py::arg("name"), py::arg("rule"), py::arg("groups"), py::arg("nodes"), unlocked)
       .def("prepare_bind", &FusedSteps::prepare_bind, unlocked)
       .def(
           "bind",
           [](FusedSteps& steps, const FusedRule& rule, TrainedParameters::Named named,
              const std::vector<std::vector<at::Tensor>>& groups, std::shared_ptr<cluster::Nodes> nodes) {
-            std::unordered_map<const c10::TensorImpl*, int> group_of;
-            for (size_t i = 0; i < groups.size(); ++i) {
-              for (const at::Tensor& parameter : groups[i])
-                group_of[parameter.unsafeGetTensorImpl()] = static_cast<int>(i);
-            }
-            const auto group = [&](const at::Tensor& parameter) {
-              const auto found = group_of.find(parameter.unsafeGetTensorImpl());
-              return found == group_of.end() ? -1 : found->second;
-            };
-            steps.bind(rule, std::move(named), group, std::move(nodes));
+            steps.bind(rule, std::move(named), group_of(groups), std::move(nodes));
             return steps.optimizer();
           },
           py::arg("rule"), py::arg("named"), py::arg("groups"), py::arg("nodes") = nullptr, unlocked)

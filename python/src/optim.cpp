@@ -1,6 +1,7 @@
 #include <optional>
 
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/optim/weight_decay.h>
@@ -30,7 +31,8 @@ void bind_values(py::module_& module) {
       .value("RPROP", Algorithm::kRprop)
       .value("ASGD", Algorithm::kASGD)
       .value("ADAFACTOR", Algorithm::kAdafactor)
-      .value("LION", Algorithm::kLion);
+      .value("LION", Algorithm::kLion)
+      .value("MUON", Algorithm::kMuon);
   py::enum_<MomentFormat>(module, "MomentFormat")
       .value("FLOAT32", MomentFormat::kFloat32)
       .value("BLOCKWISE_8BIT", MomentFormat::kBlockwise8Bit);
@@ -58,11 +60,17 @@ void bind_values(py::module_& module) {
       .def_readwrite("beta2_decay", &Hyperparameters::beta2_decay)
       .def_readwrite("clip_threshold", &Hyperparameters::clip_threshold)
       .def_readwrite("initial_accumulator_value", &Hyperparameters::initial_accumulator_value)
+      .def_readwrite("ns_a", &Hyperparameters::ns_a)
+      .def_readwrite("ns_b", &Hyperparameters::ns_b)
+      .def_readwrite("ns_c", &Hyperparameters::ns_c)
+      .def_readwrite("ns_steps", &Hyperparameters::ns_steps)
       .def_readwrite("nesterov", &Hyperparameters::nesterov)
       .def_readwrite("amsgrad", &Hyperparameters::amsgrad)
       .def_readwrite("maximize", &Hyperparameters::maximize)
       .def_readwrite("centered", &Hyperparameters::centered)
-      .def_readwrite("decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay);
+      .def_readwrite("decoupled_weight_decay", &Hyperparameters::decoupled_weight_decay)
+      .def_readwrite("match_rms_adamw", &Hyperparameters::match_rms_adamw)
+      .def_readwrite("use_muon", &Hyperparameters::use_muon);
   py::class_<Scalars>(module, "Scalars")
       .def(py::init<>())
       .def_readwrite("step", &Scalars::step)
@@ -83,6 +91,12 @@ void bind_updates(py::module_& module) {
       "has_weight_decay",
       [](const std::string& name, const std::vector<std::string>& classes) { return has_weight_decay(name, classes); },
       py::arg("name"), py::arg("classes"));
+  module.def(
+      "is_for_muon",
+      [](const std::string& name, const std::vector<int64_t>& sizes, const std::vector<std::string>& classes) {
+        return is_for_muon(name, sizes, classes);
+      },
+      py::arg("name"), py::arg("sizes"), py::arg("classes"));
   module.def("state_names", &state_names, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("sizes"));
   module.def("make_state", &make_state, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("parameter"),
              py::call_guard<py::gil_scoped_release>());

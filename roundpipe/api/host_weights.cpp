@@ -287,12 +287,12 @@ std::shared_ptr<FusedSteps> HostWeights::bind(const SteppedWeights& stepped, con
   if (!steps) steps = std::make_shared<FusedSteps>(models, host_parameters);
   const bool is_alone = models.size() == 1 && host_parameters.empty();
   const std::string called = is_alone ? models[0]->pipeline()->model().name : "the models";
-  steps->require_room("optimizer", called, rule, nodes ? static_cast<int>(nodes->size()) : 1);
-  steps->prepare_bind();
   const auto group = [&](const at::Tensor& parameter) {
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? -1 : found->second;
   };
+  steps->require_room("optimizer", called, rule, group, nodes ? static_cast<int>(nodes->size()) : 1);
+  steps->prepare_bind();
   std::shared_ptr<JointTraining> joint;
   if (nodes) {
     NamedParameters buffers;

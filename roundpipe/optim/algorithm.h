@@ -2,7 +2,8 @@
 
 namespace roundpipe::optim {
 
-// The update rules, as torch.optim defines them under the same names. Lion: Chen et al. 2023, arXiv:2302.06675.
+// The update rules, as torch.optim defines them under the same names. Lion: Chen et al. 2023, arXiv:2302.06675. Groups
+// of Muon with `use_muon` off are stepped by AdamW: those of parameters that are no matrices of hidden layers.
 enum class Algorithm {
   kAdam,
   kAdamW,
@@ -16,7 +17,8 @@ enum class Algorithm {
   kRprop,
   kASGD,
   kAdafactor,
-  kLion
+  kLion,
+  kMuon
 };
 
 struct GivenHyperparameters;
@@ -47,11 +49,17 @@ struct Hyperparameters {
   double beta2_decay = -0.8;
   double clip_threshold = 1;             // Adafactor: d
   double initial_accumulator_value = 0;  // Adagrad
+  double ns_a = 3.4445;                  // Muon: ns_coefficients
+  double ns_b = -4.775;
+  double ns_c = 2.0315;
+  double ns_steps = 5;
   bool nesterov = false;
   bool amsgrad = false;
   bool maximize = false;
   bool centered = false;
   bool decoupled_weight_decay = false;  // weight decay as in AdamW, for Adam, NAdam and RAdam
+  bool match_rms_adamw = false;         // Muon: adjust_lr_fn, which is "original" if this is off
+  bool use_muon = true;                 // Muon: off: AdamW steps the group
 };
 
 // The format of moments: fp32, or one byte each with an fp32 scale per block (only Adam and AdamW without amsgrad).

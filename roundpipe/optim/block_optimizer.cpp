@@ -29,6 +29,11 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
         "[optim] Adafactor is not for several nodes: its factors are those of whole parameters, and each node updates "
         "a part; use Adam, perhaps with 8-bit moments, or another optimizer");
   }
+  if (algorithm_ == Algorithm::kMuon && !shard_.empty()) {
+    throw std::invalid_argument(
+        "[optim] Muon is not for several nodes: it steps whole matrices, and each node updates a part; use AdamW or "
+        "another optimizer");
+  }
   for (size_t i = 0; i < groups_.size(); ++i) {
     const c10::ScalarType dtype = layout_.tensors[i].dtype;
     if (groups_[i] >= 0 && dtype != at::kFloat && dtype != at::kBFloat16 && dtype != at::kHalf) {

@@ -21,8 +21,8 @@ class BlockOptimizer {
   // std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block` and `remainders`
   // outlive the optimizer.
   // `shard`: for each parameter, the elements that are updated here while other processes update the others; empty: all
-  // of them. Remainders and state then have those elements only, in one dimension. Not for Adafactor, whose factors are
-  // those of whole parameters: throws std::invalid_argument.
+  // of them. Remainders and state then have those elements only, in one dimension. Not for Adafactor and Muon, which
+  // step whole parameters: throws std::invalid_argument.
   BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& remainders,
                  Algorithm algorithm, MomentFormat format, std::vector<ElementRange> shard = {});
 

@@ -108,6 +108,7 @@ bool decays_decoupled(Algorithm algorithm, const Hyperparameters& hyper) {
     case Algorithm::kRprop:
     case Algorithm::kASGD:
     case Algorithm::kAdafactor:
+    case Algorithm::kMuon:
       return false;
   }
   return false;
@@ -172,6 +173,7 @@ Coefficients advance(Algorithm algorithm, const Hyperparameters& hyper, Scalars&
       set_lion(k, hyper);
       break;
     case Algorithm::kAdafactor:
+    case Algorithm::kMuon:
       break;
   }
   return k;

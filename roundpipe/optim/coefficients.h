@@ -48,7 +48,8 @@ struct Coefficients {
       0;  // 8-bit moments: of a part of a parameter, where it begins, so that it rounds as the whole
 };
 
-// Counts one step in `scalars` and returns its coefficients. Not for Adafactor, whose coefficients depend on tensors.
+// Counts one step in `scalars` and returns its coefficients. Not for Adafactor and Muon, whose coefficients depend on
+// tensors.
 Coefficients advance(Algorithm algorithm, const Hyperparameters& hyper, Scalars& scalars);
 
 }  // namespace roundpipe::optim

@@ -42,6 +42,10 @@ void visit_all(const Visit& visit) {
            Member<double>{"clip_threshold", &All::clip_threshold, &Given::clip_threshold},
            Member<double>{"initial_accumulator_value", &All::initial_accumulator_value,
                           &Given::initial_accumulator_value},
+           Member<double>{"ns_a", &All::ns_a, &Given::ns_a},
+           Member<double>{"ns_b", &All::ns_b, &Given::ns_b},
+           Member<double>{"ns_c", &All::ns_c, &Given::ns_c},
+           Member<double>{"ns_steps", &All::ns_steps, &Given::ns_steps},
        }) {
     visit(name, all, given);
   }
@@ -51,6 +55,8 @@ void visit_all(const Visit& visit) {
            Member<bool>{"maximize", &All::maximize, &Given::maximize},
            Member<bool>{"centered", &All::centered, &Given::centered},
            Member<bool>{"decoupled_weight_decay", &All::decoupled_weight_decay, &Given::decoupled_weight_decay},
+           Member<bool>{"match_rms_adamw", &All::match_rms_adamw, &Given::match_rms_adamw},
+           Member<bool>{"use_muon", &All::use_muon, &Given::use_muon},
        }) {
     visit(name, all, given);
   }
@@ -69,6 +75,8 @@ Hyperparameters GivenHyperparameters::over(const Hyperparameters& rule) const {
   visit_all([&](const char*, auto all, auto given) {
     if (this->*given) made.*all = *(this->*given);
   });
+  // AdamW's own eps, where Muon's stands in the rule.
+  if (use_muon == false && rule.use_muon && !eps) made.eps = Hyperparameters().eps;
   return made;
 }
 
@@ -106,6 +114,12 @@ Hyperparameters default_hyperparameters(Algorithm algorithm) {
       options.lr = 1e-4;
       options.beta2 = 0.99;
       break;
+    case Algorithm::kMuon:
+      options.momentum = 0.95;
+      options.nesterov = true;
+      options.weight_decay = 0.1;
+      options.eps = 1e-7;
+      break;
     case Algorithm::kAdam:
     case Algorithm::kSGD:
     case Algorithm::kRAdam:
@@ -141,6 +155,12 @@ void check(Algorithm algorithm, const Hyperparameters& hyper, const std::string&
   require(hyper.eta_plus > 1, "eta_plus", hyper.eta_plus, "more than 1");
   require(hyper.beta2_decay <= 0, "beta2_decay", hyper.beta2_decay, "a number that is not positive");
   require(hyper.clip_threshold >= 1, "clip_threshold", hyper.clip_threshold, "at least 1");
+  require(hyper.ns_steps >= 0 && hyper.ns_steps < 100 && hyper.ns_steps == std::floor(hyper.ns_steps), "ns_steps",
+          hyper.ns_steps, "a whole number from 0 to 99");
+  if (algorithm == Algorithm::kMuon && (hyper.maximize || hyper.amsgrad)) {
+    throw std::invalid_argument(concat(where, hyper.maximize ? "maximize" : "amsgrad",
+                                       " is on, expected it off, since torch.optim.Muon has no such option"));
+  }
   if (algorithm == Algorithm::kSGD && hyper.nesterov && !(hyper.momentum > 0 && hyper.dampening == 0)) {
     throw std::invalid_argument(concat(where, "nesterov is on with a momentum of ", hyper.momentum,
                                        " and a dampening of ", hyper.dampening,

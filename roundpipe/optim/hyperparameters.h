@@ -30,11 +30,17 @@ struct GivenHyperparameters {
   std::optional<double> beta2_decay = std::nullopt;
   std::optional<double> clip_threshold = std::nullopt;
   std::optional<double> initial_accumulator_value = std::nullopt;
+  std::optional<double> ns_a = std::nullopt;
+  std::optional<double> ns_b = std::nullopt;
+  std::optional<double> ns_c = std::nullopt;
+  std::optional<double> ns_steps = std::nullopt;
   std::optional<bool> nesterov = std::nullopt;
   std::optional<bool> amsgrad = std::nullopt;
   std::optional<bool> maximize = std::nullopt;
   std::optional<bool> centered = std::nullopt;
   std::optional<bool> decoupled_weight_decay = std::nullopt;
+  std::optional<bool> match_rms_adamw = std::nullopt;
+  std::optional<bool> use_muon = std::nullopt;
 
   // These, and those of `rule` in place of the ones that are not given.
   Hyperparameters over(const Hyperparameters& rule) const;

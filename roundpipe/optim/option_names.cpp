@@ -74,6 +74,14 @@ const OptionNames& option_names(Algorithm algorithm) {
        {{"eps", {&Hyperparameters::eps, &Hyperparameters::eps2}}},
        {kMaximize}},
       {Algorithm::kLion, "Lion", {kLr, kDecay}, {kBetas}, {kMaximize}},
+      {Algorithm::kMuon,
+       "Muon",
+       {kLr, kDecay, kMomentum, kEps},
+       {kBetas},
+       {{"nesterov", &Hyperparameters::nesterov}, {"use_muon", &Hyperparameters::use_muon}},
+       {{"ns_coefficients", {&Hyperparameters::ns_a, &Hyperparameters::ns_b, &Hyperparameters::ns_c}}},
+       {{"ns_steps", &Hyperparameters::ns_steps}},
+       {{"adjust_lr_fn", &Hyperparameters::match_rms_adamw, "original", "match_rms_adamw"}}},
   };
   return *std::ranges::find(all, algorithm, &OptionNames::algorithm);
 }

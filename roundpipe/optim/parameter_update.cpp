@@ -13,6 +13,7 @@
 #include <roundpipe/optim/adafactor.h>
 #include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/muon.h>
 #include <roundpipe/optim/shards.h>
 #include <roundpipe/optim/thread_pool.h>
 
@@ -24,6 +25,11 @@ using kernels::kChunk;
 
 // The work that one thread takes at a time. Waking another thread does not pay for smaller tensors.
 constexpr int64_t kGrain = kShardGrain;
+
+// AdamW steps the groups of Muon that are not for Muon.
+Algorithm rule_of_group(Algorithm algorithm, const Hyperparameters& hyper) {
+  return algorithm == Algorithm::kMuon && !steps_by_muon(algorithm, hyper) ? Algorithm::kAdamW : algorithm;
+}
 
 int64_t blocks(int64_t elements) { return (elements + kChunk - 1) / kChunk; }
 
@@ -199,7 +205,7 @@ std::vector<std::string> state_names(Algorithm algorithm, const Hyperparameters&
   check_format(algorithm, hyper, format);
   if (format == MomentFormat::kBlockwise8Bit) return {"exp_avg", "exp_avg_scale", "exp_avg_sq", "exp_avg_sq_scale"};
   std::vector<std::string> names;
-  switch (algorithm) {
+  switch (rule_of_group(algorithm, hyper)) {
     case Algorithm::kAdam:
     case Algorithm::kAdamW:
       names = {"exp_avg", "exp_avg_sq"};
@@ -231,6 +237,8 @@ std::vector<std::string> state_names(Algorithm algorithm, const Hyperparameters&
       return {"variance"};
     case Algorithm::kLion:
       return {"exp_avg"};
+    case Algorithm::kMuon:
+      return {"momentum_buffer"};
   }
   throw std::invalid_argument("[optim] unknown algorithm");
 }
@@ -283,7 +291,9 @@ double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, MomentF
   const double state = static_cast<double>(state_bytes(algorithm, hyper, format, {kSide, kSide})) / (kSide * kSide);
   // Adafactor reads gradients three times and masters twice, see adafactor.cpp.
   const bool passes = algorithm == Algorithm::kAdafactor;
-  return ((passes ? 3 : 1) * weight + ((passes ? 2 : 1) + 1) * master + 2 * state) / weight;
+  // Muon writes and reads the update in bf16, and its transpose or copy; products are bounded by arithmetic.
+  const double update = steps_by_muon(algorithm, hyper) ? 4 * 2.0 : 0;
+  return ((passes ? 3 : 1) * weight + ((passes ? 2 : 1) + 1) * master + 2 * state + update) / weight;
 }
 
 void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, ParameterState& state,
@@ -297,7 +307,12 @@ void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat form
     return;
   }
   const kernels::Memory memory = memory_of(state, weights, gradient, scaling);
-  Coefficients coefficients = advance(algorithm, hyper, state.scalars);
+  if (steps_by_muon(algorithm, hyper)) {
+    check_sizes(algorithm, hyper, weights.before.sizes(), "update");
+    muon_step(hyper, state.scalars, memory, weights.before, pool);
+    return;
+  }
+  Coefficients coefficients = advance(rule_of_group(algorithm, hyper), hyper, state.scalars);
   coefficients.first_element = weights.first_element;
   const kernels::Kernels& kernels = current_kernels();
   const auto kernel = format == MomentFormat::kFloat32 ? kernels.update : kernels.update_8bit;

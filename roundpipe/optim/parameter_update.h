@@ -59,10 +59,10 @@ struct GradientScaling {
   float clip = 1;
 };
 
-// Updates one parameter, in one pass over its memory (Adafactor makes several). Reads the gradient (bf16, fp16 or fp32,
-// with the parameter's sizes and strides), the weights before and the state; writes the weights after and the state.
-// Computes in fp32, with the same bits for any number of threads and any instruction set.
-// Blocks; uses `pool`. Throws std::invalid_argument for a dtype or layout that is not listed above.
+// Updates one parameter, in one pass over its memory (Adafactor and Muon make several). Reads the gradient (bf16, fp16
+// or fp32, with the parameter's sizes and strides), the weights before and the state; writes the weights after and the
+// state. Computes in fp32, with the same bits for any number of threads and any instruction set. Blocks; uses `pool`.
+// Throws std::invalid_argument for a dtype or layout that is not listed above.
 void update(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, ParameterState& state,
             const Weights& weights, const at::Tensor& gradient, const GradientScaling& scaling, ThreadPool& pool);
 

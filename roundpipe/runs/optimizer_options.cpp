@@ -31,6 +31,14 @@ StateValue options_dict(Algorithm algorithm, const Hyperparameters& options, std
   for (const auto& [name, pair] : names.pairs)
     entries.emplace_back(name, StateValue::Tuple{{options.*pair.first, options.*pair.second}});
   for (const auto& [name, flag] : names.flags) entries.emplace_back(name, options.*flag);
+  for (const auto& [name, members] : names.tuples) {
+    StateValue::Tuple numbers;
+    for (const auto member : members) numbers.items.emplace_back(options.*member);
+    entries.emplace_back(name, std::move(numbers));
+  }
+  for (const auto& [name, count] : names.counts) entries.emplace_back(name, static_cast<int64_t>(options.*count));
+  for (const auto& choice : names.choices)
+    entries.emplace_back(choice.name, std::string(options.*choice.flag ? choice.on : choice.off));
   if (algorithm == Algorithm::kAdamW) entries.emplace_back(kDecoupled, true);
   if (first_rate) entries.emplace_back("initial_lr", *first_rate);
   return StateValue::dict(std::move(entries));
@@ -55,6 +63,18 @@ GroupOptions read_options(Algorithm algorithm, const StateValue& dict, const Hyp
       read.options.*pair->second.second = value.items().at(1).as_double();
     } else if (const auto flag = std::ranges::find_if(names.flags, is_it); flag != names.flags.end()) {
       read.options.*flag->second = value.as_bool();
+    } else if (const auto tuple = std::ranges::find_if(names.tuples, is_it); tuple != names.tuples.end()) {
+      if (value.items().size() != tuple->second.size()) {
+        throw WrongStateType(
+            concat("[checkpoint] '", name, "' has ", value.items().size(), " values, expected ", tuple->second.size()));
+      }
+      for (size_t i = 0; i < tuple->second.size(); ++i)
+        read.options.*tuple->second[i] = value.items().at(i).as_double();
+    } else if (const auto count = std::ranges::find_if(names.counts, is_it); count != names.counts.end()) {
+      read.options.*count->second = static_cast<double>(value.as_int());
+    } else if (const auto choice = std::ranges::find(names.choices, name, &optim::OptionNames::TextFlag::name);
+               choice != names.choices.end()) {
+      read.options.*choice->flag = !value.is_none() && value.as_string() == choice->on;
     } else if (name == "initial_lr") {
       read.first_rate = value.as_double();
     } else if (std::ranges::find(kWaysOfTorch, name) == kWaysOfTorch.end() &&

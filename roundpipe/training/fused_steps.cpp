@@ -1,22 +1,43 @@
 #include <roundpipe/training/fused_steps.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/layers/host_parameters.h>
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/muon.h>
 #include <roundpipe/optim/thread_pool.h>
 
 namespace roundpipe {
 
 namespace {
 
-OptimizerMemory memory_of(const FusedRule& rule, int nodes) {
-  OptimizerMemory memory = largest_optimizer(rule.algorithm, rule.groups, rule.moments);
-  memory.nodes = nodes;
-  return memory;
+using Parameters = FusedSteps::HostParameters;
+
+// The parameters of some pipelines, and others beside them.
+Parameters all_parameters(const std::vector<std::shared_ptr<runtime::Pipeline>>& pipelines, Parameters others) {
+  for (const auto& pipeline : pipelines) {
+    for (const runtime::BlockState& block : pipeline->model().blocks)
+      others.insert(others.end(), block.block->parameters().begin(), block.block->parameters().end());
+  }
+  return others;
+}
+
+OptimizerMemory memory_of(const FusedRule& rule, const Parameters& parameters, const FusedSteps::GroupOf& group_of,
+                          int nodes) {
+  std::unordered_map<const c10::TensorImpl*, size_t> groups;
+  for (const memory::NamedTensor& parameter : parameters) {
+    const int group = group_of(parameter.tensor);
+    if (group >= 0) groups[parameter.tensor.unsafeGetTensorImpl()] = static_cast<size_t>(group);
+  }
+  const auto options_of = [groups = std::move(groups), options = rule.groups](const at::Tensor& parameter) {
+    const auto found = groups.find(parameter.unsafeGetTensorImpl());
+    return found == groups.end() ? nullptr : &options.at(found->second);
+  };
+  return {rule.algorithm, rule.groups.front(), rule.moments, nodes, options_of};
 }
 
 FusedSteps::HostParameters each_once(const FusedSteps::HostParameters& parameters) {
@@ -51,7 +72,8 @@ std::optional<int64_t> host_budget(const FusedSteps::Models& models) {
   return smallest;
 }
 
-void FusedSteps::require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const {
+void FusedSteps::require_room(const char* where, const std::string& name, const FusedRule& rule,
+                              const GroupOf& group_of, int nodes) const {
   const std::optional<int64_t> budget = host_budget(models_);
   if (!budget) return;
   const auto predict = [&](const OptimizerMemory& optimizer) {
@@ -69,7 +91,8 @@ void FusedSteps::require_room(const char* where, const std::string& name, const 
     }
     return all;
   };
-  require_host(where, name, *budget, predict, memory_of(rule, nodes));
+  const Parameters parameters = all_parameters(pipelines_, host_parameters_);
+  require_host(where, name, *budget, predict, memory_of(rule, parameters, group_of, nodes));
 }
 
 void FusedSteps::prepare_bind() {
@@ -81,6 +104,11 @@ void FusedSteps::prepare_bind() {
 
 void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
                       std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint) {
+  for (const auto& [name, parameter] : named) {
+    const int group = group_of(parameter);
+    if (group >= 0)
+      optim::check_sizes(rule.algorithm, rule.groups.at(static_cast<size_t>(group)), parameter.sizes(), name);
+  }
   if (!host_parameters_.empty() && !host_) {
     std::vector<std::unique_ptr<runtime::Layer>> layers;
     layers.push_back(layers::make_host_parameters("host", host_parameters_));
@@ -99,7 +127,8 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
     }
     if (rule.gradients_in_fp32) pipeline->keep_gradients_in_fp32();
   }
-  const OptimizerMemory memory = memory_of(rule, nodes ? static_cast<int>(nodes->size()) : 1);
+  const OptimizerMemory memory =
+      memory_of(rule, all_parameters(pipelines_, {}), group_of, nodes ? static_cast<int>(nodes->size()) : 1);
   auto made =
       std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.moments, std::move(nodes));
   made->set_groups(rule.groups);

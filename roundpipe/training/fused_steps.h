@@ -40,11 +40,13 @@ class FusedSteps {
 
   // Throws BudgetExceeded, in the name of `where`, if a model's budget of the host has no room for them all with this
   // optimizer, whose state so many `nodes` share; `name`: what is said not to fit.
-  void require_room(const char* where, const std::string& name, const FusedRule& rule, int nodes) const;
+  void require_room(const char* where, const std::string& name, const FusedRule& rule, const GroupOf& group_of,
+                    int nodes) const;
   // Refuses, as bind() would, what the environment says of updates. Then waits for all work of the models.
   void prepare_bind();
   // Makes the optimizer, which replaces an earlier one; fp32 masters stay. `named`: every parameter under every name.
   // `joint`: what the nodes have agreed on; null: there is one node, or the caller keeps it.
+  // Throws std::invalid_argument, before anything is made, for a parameter that its group's rule cannot step.
   // REQUIRES: prepare_bind().
   void bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
             std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint = nullptr);

@@ -1,11 +1,15 @@
 #include <roundpipe/training/host_memory.h>
 
 #include <algorithm>
+#include <span>
+#include <unordered_set>
+#include <utility>
 
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/simulate/memory_simulator.h>
 
 namespace roundpipe {
@@ -34,12 +38,21 @@ std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
 
 }  // namespace
 
-OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
-                                  optim::MomentFormat moments) {
-  const auto most = std::ranges::max_element(groups, {}, [&](const optim::Hyperparameters& options) {
-    return optim::state_bytes(algorithm, options, moments, {1024, 1024});
-  });
-  return {algorithm, *most, moments};
+OptimizerMemory of_command(OptimizerMemory optimizer, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                           const std::vector<std::vector<std::string>>& classes) {
+  if (optimizer.algorithm != optim::Algorithm::kMuon) return optimizer;
+  optim::Hyperparameters by_adamw = optimizer.options;
+  by_adamw.use_muon = false;
+  std::unordered_set<const c10::TensorImpl*> others;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const auto& [name, tensor] = parameters[i];
+    const std::span<const std::string> own = i < classes.size() ? classes[i] : std::span<const std::string>();
+    if (!optim::is_for_muon(name, tensor.sizes(), own)) others.insert(tensor.unsafeGetTensorImpl());
+  }
+  optimizer.options_of = [by_adamw, others = std::move(others)](const at::Tensor& parameter) {
+    return others.contains(parameter.unsafeGetTensorImpl()) ? &by_adamw : nullptr;
+  };
+  return optimizer;
 }
 
 simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& blocks,
@@ -49,11 +62,12 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
     auto& of_block = sizes.emplace_back();
     for (const at::Tensor& tensor : block) {
       const std::optional<c10::ScalarType> master = optim::remainder_dtype(tensor.scalar_type());
+      const optim::Hyperparameters* const own = optimizer.options_of ? optimizer.options_of(tensor) : nullptr;
       of_block.push_back({.elements = tensor.numel(),
                           .element_bytes = static_cast<int64_t>(tensor.element_size()),
                           .master_bytes = master ? static_cast<int64_t>(c10::elementSize(*master)) : 0,
-                          .moment_bytes = optim::state_bytes(optimizer.algorithm, optimizer.options, optimizer.moments,
-                                                             tensor.sizes()),
+                          .moment_bytes = optim::state_bytes(optimizer.algorithm, own ? *own : optimizer.options,
+                                                             optimizer.moments, tensor.sizes()),
                           .trained = trains && tensor.requires_grad()});
     }
   }

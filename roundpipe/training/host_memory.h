@@ -4,6 +4,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -19,11 +20,14 @@ struct OptimizerMemory {
   optim::Hyperparameters options = {};
   optim::MomentFormat moments = optim::MomentFormat::kFloat32;
   int nodes = 1;  // processes that share its state
+  // Of one parameter; null, or returns null: `options`.
+  std::function<const optim::Hyperparameters*(const at::Tensor&)> options_of = nullptr;
 };
 
-// Of groups with these hyperparameters, at least one, that which takes the most for a parameter.
-OptimizerMemory largest_optimizer(optim::Algorithm algorithm, const std::vector<optim::Hyperparameters>& groups,
-                                  optim::MomentFormat moments);
+// The optimizer of a training command, for parameters under these names: AdamW steps those that Muon is not for.
+// `classes`: as of optim::is_for_muon, of each parameter; may be shorter.
+OptimizerMemory of_command(OptimizerMemory optimizer, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
+                           const std::vector<std::vector<std::string>>& classes);
 
 // The model's share of HostPrediction. `blocks`: parameters and buffers whose memory is one block; if any of them is
 // trained, there are gradients for all. `trains`: false: nothing is trained, whatever requires_grad says.

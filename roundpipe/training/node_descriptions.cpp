@@ -62,6 +62,14 @@ Told describe(optim::Algorithm algorithm, const optim::Hyperparameters& options)
                       concat("(", number_text(options.*pair.first), ", ", number_text(options.*pair.second), ")"));
   }
   for (const auto& [name, flag] : names.flags) told.emplace_back(name, options.*flag ? "true" : "false");
+  for (const auto& [name, members] : names.tuples) {
+    std::string numbers;
+    for (const auto member : members) numbers += concat(numbers.empty() ? "" : ", ", number_text(options.*member));
+    told.emplace_back(name, concat("(", numbers, ")"));
+  }
+  for (const auto& [name, count] : names.counts) told.emplace_back(name, number_text(options.*count));
+  for (const auto& choice : names.choices)
+    told.emplace_back(choice.name, options.*choice.flag ? choice.on : choice.off);
   return told;
 }
 

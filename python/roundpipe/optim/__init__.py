@@ -11,6 +11,7 @@ from roundpipe.optim.adafactor import Adafactor
 from roundpipe.optim.adagrad import Adadelta, Adagrad, RMSprop
 from roundpipe.optim.adam import Adam, Adamax, AdamW, NAdam, RAdam
 from roundpipe.optim.lion import Lion
+from roundpipe.optim.muon import Muon
 from roundpipe.optim.rprop import Rprop
 from roundpipe.optim.sgd import ASGD, SGD
 from roundpipe.optim.threads import set_threads
@@ -25,6 +26,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",

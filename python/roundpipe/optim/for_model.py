@@ -100,6 +100,7 @@ class ForModel(BoundOptimizer):
         model._step_group.models.fused.require_room(
             f"the model with {type(self).__name__}",
             core_rule(self, moments, gradients),
+            [options["params"] for options in self.param_groups],
             1 if nodes is None else nodes.size,
         )
         self._group = model._bind_optimizer(self, moments, gradients)
@@ -159,7 +160,7 @@ class ForModel(BoundOptimizer):
                 kept, remainder = self.binding.state(parameter)
                 entry = self.state[parameter]
                 if kept.tensors or kept.scalars.step:
-                    for name in self.counters:
+                    for name in self.counters_of(hyper):
                         entry[name] = torch.tensor(getattr(kept.scalars, name), dtype=torch.float32)
                     entry.update(zip(self.names_of_state(hyper, parameter), kept.tensors, strict=True))
                 if remainder is not None:
@@ -223,6 +224,10 @@ class ForModel(BoundOptimizer):
                 "expected one that has all of it; use roundpipe.save_checkpoint and load_checkpoint instead"
             )
 
+    def counters_of(self, hyper: _core.Hyperparameters) -> dict[str, float | None]:
+        """The numbers that a group's parameters have as state, see `counters`."""
+        return self.counters
+
     def names_of_state(self, hyper: _core.Hyperparameters, parameter: torch.Tensor) -> list[str]:
         """The names of a parameter's state tensors, in the engine's order."""
         return _core.state_names(self.algorithm, hyper, self.core_format, tuple(parameter.shape))
@@ -241,9 +246,10 @@ class ForModel(BoundOptimizer):
                 f"[optim] the state of a parameter of shape {tuple(parameter.shape)} has {', '.join(state)}, expected "
                 f"{', '.join(names)}; load one that the same kind of optimizer has saved"
             )
-        for name in self.counters:
+        counters = self.counters_of(hyper)
+        for name in counters:
             setattr(scalars, name, float(state[name]))
-        if not self.counters:
+        if not counters:
             scalars.step = 1.0  # a momentum buffer exists, so there was a step
         made = _core.make_state(self.algorithm, hyper, self.core_format, parameter).tensors
         for name, tensor in zip(names, made, strict=True):

@@ -35,7 +35,7 @@ class HostStep(ForModel):
         hyper = _core.Hyperparameters()
         hyper.lr = float(group["lr"])
         hyper.weight_decay = float(group.get("weight_decay", 0))
-        hyper.maximize = group["maximize"]
+        hyper.maximize = group.get("maximize", False)
         return hyper
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

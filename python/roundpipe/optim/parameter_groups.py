@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.model.memory.parameter_classes import classes_of_parameters
 
 Named = tuple[str, nn.Parameter]
 Selector = str | re.Pattern[str] | nn.Parameter | Callable[[str, nn.Parameter], bool]
@@ -43,7 +44,7 @@ def parameter_groups(
         where = f"[optim] groups[{index}]"
         if not isinstance(group, dict) or "params" not in group:
             raise ValueError(f"{where} is {group!r}, expected a dict with 'params' and the group's options")
-        chosen = _choose(where, group["params"], named)
+        chosen = choose(where, group["params"], named)
         for parameter in chosen:
             if id(parameter) in owner:
                 raise ValueError(
@@ -57,10 +58,7 @@ def parameter_groups(
     if rest:
         made.append({})
         members.append(rest)
-    classes: dict[int, list[str]] = {}
-    for module in modules:
-        for own in module._parameters.values():
-            classes.setdefault(id(own), [each.__name__ for each in type(module).__mro__])
+    classes = classes_of_parameters(modules)
 
     def decays(parameter: nn.Parameter) -> bool:
         return _core.has_weight_decay(names[id(parameter)], classes.get(id(parameter), []))
@@ -79,7 +77,7 @@ def parameter_groups(
     return result
 
 
-def _choose(where: str, selector: Any, named: Sequence[Named]) -> list[nn.Parameter]:
+def choose(where: str, selector: Any, named: Sequence[Named]) -> list[nn.Parameter]:
     """The parameters that one selector, or any of a list of selectors, matches; in the model's order."""
     selectors = list(selector) if isinstance(selector, (list, tuple, set)) else [selector]
     chosen: set[int] = set()

@@ -51,6 +51,10 @@ struct Kernels {
   void (*interpolate_squares)(Interpolation to, const float* values, int64_t count, float* averages);
   void (*divide_by_root)(VarianceFactors variance, const float* column, int64_t count, float* values);
   void (*decay_and_add)(float decay, float rate, const float* update, int64_t count, float* p);
+  // For Muon, on chunks: moves `buffer` towards the gradient `g`, and writes in bf16 the place between the two, or the
+  // buffer without `nesterov`.
+  void (*muon_direction)(Interpolation towards_gradient, Interpolation ahead, bool nesterov, const float* g,
+                         int64_t count, float* buffer, uint16_t* direction);
 };
 
 namespace baseline {

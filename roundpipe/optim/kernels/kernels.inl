@@ -14,6 +14,8 @@ namespace {
 
 #include <roundpipe/optim/kernels/adafactor.inl>
 
+#include <roundpipe/optim/kernels/muon.inl>
+
 // The gradient and the weights of a chunk, ready for the rule.
 inline void load_chunk(const Coefficients& k, const Memory& memory, int64_t begin, int64_t count, Chunk g, Chunk p) {
   load_gradient(memory, begin, count, g);
@@ -55,7 +57,8 @@ void update_8bit(const Coefficients& k, const Memory& memory, int64_t begin, int
 
 }  // namespace
 
-const Kernels table = {update,       update_8bit,   sum_of_squares, split_range,         join_range,     load_gradient,
-                       load_weights, store_weights, add_squares,    interpolate_squares, divide_by_root, decay_and_add};
+const Kernels table = {update,         update_8bit,   sum_of_squares, split_range, join_range,
+                       load_gradient,  load_weights,  store_weights,  add_squares, interpolate_squares,
+                       divide_by_root, decay_and_add, muon_direction};
 
 }  // namespace roundpipe::optim::kernels::ROUNDPIPE_KERNELS

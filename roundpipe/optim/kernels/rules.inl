@@ -171,7 +171,7 @@ void lion(Coefficients k, Values g, Chunk p, Chunk exp_avg, Chunk, Chunk, int64_
 
 using Rule = void (*)(Coefficients, Values, Chunk, Chunk, Chunk, Chunk, int64_t);
 
-// Null for Adafactor, which needs several passes.
+// Null for Adafactor and Muon, which need several passes.
 inline Rule rule_of(const Coefficients& k) {
   switch (k.algorithm) {
     case Algorithm::kAdam:
@@ -198,6 +198,7 @@ inline Rule rule_of(const Coefficients& k) {
     case Algorithm::kLion:
       return lion;
     case Algorithm::kAdafactor:
+    case Algorithm::kMuon:
       break;
   }
   return nullptr;

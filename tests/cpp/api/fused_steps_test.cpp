@@ -146,11 +146,12 @@ TEST_SUITE("fused steps") {
   TEST_CASE("what is refused leaves everything as it was") {
     set_devices("virtual:1,debug");
     Group group(/*host_bytes=*/100);
-    CHECK_THROWS_WITH_AS(group.steps->require_room("optimizer", "the chain", sgd_of(0.1), 1),
+    const auto all_in_one = [](const at::Tensor&) { return 0; };
+    CHECK_THROWS_WITH_AS(group.steps->require_room("optimizer", "the chain", sgd_of(0.1), all_in_one, 1),
                          doctest::Contains("[optimizer] the chain does not fit on the host:"), BudgetExceeded);
     CHECK(!group.steps->optimizer());
     CHECK(!group.steps->host_pipeline());
-    CHECK_NOTHROW(Group().steps->require_room("optimizer", "the chain", sgd_of(0.1), 1));
+    CHECK_NOTHROW(Group().steps->require_room("optimizer", "the chain", sgd_of(0.1), all_in_one, 1));
   }
 
   TEST_CASE("a parameter that becomes trainable later has a name") {

@@ -41,6 +41,9 @@ TEST_SUITE("hyperparameters") {
     refuses(Algorithm::kRprop, &Hyperparameters::eta_minus, 0);
     refuses(Algorithm::kAdafactor, &Hyperparameters::clip_threshold, 0.5);
     refuses(Algorithm::kAdafactor, &Hyperparameters::beta2_decay, 0.1);
+    refuses(Algorithm::kMuon, &Hyperparameters::ns_steps, 100);
+    refuses(Algorithm::kMuon, &Hyperparameters::ns_steps, 2.5);
+    CHECK_THROWS_AS(check(Algorithm::kMuon, Hyperparameters{.maximize = true}, ""), std::invalid_argument);
   }
 
   TEST_CASE("nesterov needs a momentum and no dampening") {

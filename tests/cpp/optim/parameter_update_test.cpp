@@ -290,6 +290,8 @@ TEST_CASE("traffic: what an update reads and writes for each byte of weights") {
         doctest::Approx((10 + 2 * (2 + 8.0 / 256)) / 2));
   CHECK(update_traffic(Algorithm::kLion, {}, kFloat32, at::kBFloat16) == (10 + 8.0) / 2);
   CHECK(update_traffic(Algorithm::kSGD, {}, kFloat32, at::kBFloat16) == 10.0 / 2);
+  // The momentum, and the update in bf16, written and read twice.
+  CHECK(update_traffic(Algorithm::kMuon, {}, kFloat32, at::kBFloat16) == (10 + 8.0 + 8.0) / 2);
   // Full masters beside fp16 weights; fp32 weights are their own.
   CHECK(update_traffic(Algorithm::kAdamW, {}, kFloat32, at::kHalf) == (2 + 2 * 6 + 16.0) / 2);
   CHECK(update_traffic(Algorithm::kAdamW, {}, kFloat32, at::kFloat) == (4 + 2 * 4 + 16.0) / 4);

@@ -195,7 +195,8 @@ inline void step(Algorithm algorithm, const Hyperparameters& h, Element& e, floa
     case Algorithm::kLion:
       return lion(h, e, g);
     case Algorithm::kAdafactor:
-      return;  // not elementwise, see adafactor_test.cpp
+    case Algorithm::kMuon:
+      return;  // not elementwise, see adafactor_test.cpp and muon_test.cpp
   }
 }
 

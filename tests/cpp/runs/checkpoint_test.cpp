@@ -33,11 +33,24 @@ nn::Sequential mlp(at::ScalarType dtype = at::kFloat) {
 
 Tensor squares(const Tensor& outputs, const Tensor& label) { return (outputs - label).to(at::kFloat).square().sum(); }
 
+// AdamW steps the vectors beside Muon.
+std::vector<ParameterGroup> groups_of(const UpdateRule& rule) {
+  if (rule.algorithm != optim::Algorithm::kMuon) return {};
+  return {{[](const std::string&, const Tensor& parameter) { return parameter.dim() < 2; }, {.use_muon = false}}};
+}
+
+UpdateRule muon() {
+  UpdateRule rule(optim::Algorithm::kMuon);
+  rule.options.ns_steps = 3;
+  rule.options.match_rms_adamw = true;
+  return rule;
+}
+
 // One training: what a program makes at its start. Batches are drawn from the saved generator, so they go on, too.
 struct Training {
   explicit Training(at::ScalarType dtype = at::kFloat, const UpdateRule& rule = torch::optim::AdamWOptions(0.02),
                     const OptimizerFormat& format = {})
-      : layers(seeded(dtype)), model(layers), optimizer(model, rule, {}, format) {
+      : layers(seeded(dtype)), model(layers), optimizer(model, rule, groups_of(rule), format) {
     optimizer.set_learning_rate(cosine_rate(2, 12));
     model.run_options().microbatches = 3;
   }
@@ -126,6 +139,7 @@ TEST_SUITE("checkpoint") {
          {.moments = optim::MomentFormat::kBlockwise8Bit},
          false},
         {"fp16 with a scaler", at::kHalf, torch::optim::SGDOptions(0.02).momentum(0.9), {}, true},
+        {"Muon", at::kBFloat16, muon(), {}, false},
         {"gradients in fp32", at::kBFloat16, optim::Algorithm::kNAdam, {.gradients_in_fp32 = true}, false},
     };
     for (const Kind& kind : kinds) {

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from roundpipe import _core
+from roundpipe.model.memory.parameter_classes import classes_of_parameters
 
 HOST_VARIABLE = "ROUNDPIPE_HOST_MEMORY"
 DEVICE_VARIABLE = "ROUNDPIPE_DEVICE_MEMORY"
@@ -166,7 +167,10 @@ def predict_model(
         if trains:
             partial_sums += _core.tied_sum_bytes(parameter, len(users))
     blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
-    return predict_host(blocks, rule, trains=trains, partial_sums=partial_sums)
+    named = list(model.named_parameters())
+    classes = classes_of_parameters(model.modules())
+    memory = _memory_of(rule).of_command(named, [classes.get(id(parameter), []) for _, parameter in named])
+    return predict_host(blocks, memory, trains=trains, partial_sums=partial_sums)
 
 
 def predict_unloaded(model: nn.Module, rule: Rule, trains: bool = True) -> HostPrediction:
