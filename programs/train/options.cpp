@@ -192,6 +192,10 @@ int64_t tokens_of_step(const Options& options) { return roundpipe::tokens_of_ste
 
 UpdateRule update_rule(const Options& options) { return roundpipe::update_rule(values_of(options)); }
 
+std::vector<ParameterGroup> parameter_groups(const Options& options) {
+  return roundpipe::parameter_groups(values_of(options));
+}
+
 optim::MomentFormat moment_format(const Options& options) {
   return options.moments == "8bit" ? optim::MomentFormat::kBlockwise8Bit : optim::MomentFormat::kFloat32;
 }

@@ -28,7 +28,6 @@
 #include <roundpipe/language/lora.h>
 #include <roundpipe/language/model_folder.h>
 #include <roundpipe/memory/host_room.h>
-#include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/runs/load_checkpoint.h>
 #include <roundpipe/runs/run_folders.h>
 #include <roundpipe/runs/save_checkpoint.h>
@@ -86,16 +85,9 @@ LanguageModelOptions model_options(const Options& options) {
   return made;
 }
 
-// Norms and biases, which adapters have not, have no weight decay.
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
-  const UpdateRule rule = update_rule(options);
-  std::vector<ParameterGroup> groups;
-  if (!trains_adapters(options)) {
-    groups.push_back(
-        {[](const std::string& name, const at::Tensor&) { return !optim::has_weight_decay(name); }, rule.options});
-    groups[0].options.weight_decay = 0;
-  }
-  Optimizer optimizer(model.model(), rule, groups, {.moments = moment_format(options)});
+  Optimizer optimizer(model.model(), update_rule(options), parameter_groups(options),
+                      {.moments = moment_format(options)});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
 }

@@ -9,6 +9,8 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/number_text.h>
+#include <roundpipe/optim/muon_parameters.h>
+#include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/quantise/format.h>
 
 namespace roundpipe {
@@ -29,14 +31,17 @@ struct OfSomeRules {
   double optim::Hyperparameters::* member;
 
   bool has(const std::string& rule) const { return std::ranges::find(rules, rule) != rules.end(); }
+  // Of the AdamW that steps what Muon is not for.
+  bool is_beside_muon(const std::string& rule) const { return rule == "muon" && std::string_view(name) != "momentum"; }
 };
 
 const std::vector<OfSomeRules>& of_some_rules() {
   using optim::Hyperparameters;
-  static const std::vector<OfSomeRules> options = {{"beta1", {"adam", "adamw", "lion"}, &Hyperparameters::beta1},
-                                                   {"beta2", {"adam", "adamw", "lion"}, &Hyperparameters::beta2},
-                                                   {"eps", {"adam", "adamw", "rmsprop"}, &Hyperparameters::eps},
-                                                   {"momentum", {"sgd", "rmsprop"}, &Hyperparameters::momentum}};
+  static const std::vector<OfSomeRules> options = {
+      {"beta1", {"adam", "adamw", "lion", "muon"}, &Hyperparameters::beta1},
+      {"beta2", {"adam", "adamw", "lion", "muon"}, &Hyperparameters::beta2},
+      {"eps", {"adam", "adamw", "rmsprop", "muon"}, &Hyperparameters::eps},
+      {"momentum", {"sgd", "rmsprop", "muon"}, &Hyperparameters::momentum}};
   return options;
 }
 
@@ -44,7 +49,8 @@ const std::map<std::string, optim::Algorithm>& algorithms() {
   using optim::Algorithm;
   static const std::map<std::string, Algorithm> known = {
       {"adam", Algorithm::kAdam}, {"adamw", Algorithm::kAdamW},         {"sgd", Algorithm::kSGD},
-      {"lion", Algorithm::kLion}, {"adafactor", Algorithm::kAdafactor}, {"rmsprop", Algorithm::kRMSprop}};
+      {"lion", Algorithm::kLion}, {"adafactor", Algorithm::kAdafactor}, {"rmsprop", Algorithm::kRMSprop},
+      {"muon", Algorithm::kMuon}};
   return known;
 }
 
@@ -109,19 +115,27 @@ std::vector<TrainingOption> make_options() {
       {.name = "steps", .help = "How many steps are made, instead of --epochs.", .least = 1},
 
       {.name = "optimizer",
-       .help = "Update rule.",
+       .help = "Update rule. muon: of the layers' matrices; adamw of embeddings, the head, norms and biases.",
        .otherwise = std::string("adamw"),
-       .choices = {"adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"}},
+       .choices = {"adam", "adamw", "sgd", "lion", "adafactor", "rmsprop", "muon"}},
       {.name = "moments", .help = "Of adam and adamw.", .otherwise = std::string("fp32"), .choices = {"fp32", "8bit"}},
       {.name = "learning_rate",
        .help = concat("Highest learning rate (default: ", kFullRate, ", for adapters ", kAdapterRate, ")."),
        .least = 0,
        .above = true},
       {.name = "weight_decay", .help = "Of all but norms and biases.", .otherwise = 0.0, .least = 0},
-      {.name = "beta1", .help = "Of adam, adamw and lion.", .least = 0, .most = 1, .below = true},
-      {.name = "beta2", .help = "Of adam, adamw and lion.", .least = 0, .most = 1, .below = true},
-      {.name = "eps", .help = "Of adam, adamw and rmsprop.", .least = 0, .above = true},
-      {.name = "momentum", .help = "Of sgd and rmsprop.", .least = 0, .most = 1, .below = true},
+      {.name = "beta1",
+       .help = "Of adam, adamw, lion, and of the adamw beside muon.",
+       .least = 0,
+       .most = 1,
+       .below = true},
+      {.name = "beta2",
+       .help = "Of adam, adamw, lion, and of the adamw beside muon.",
+       .least = 0,
+       .most = 1,
+       .below = true},
+      {.name = "eps", .help = "Of adam, adamw, rmsprop, and of the adamw beside muon.", .least = 0, .above = true},
+      {.name = "momentum", .help = "Of sgd, rmsprop and muon.", .least = 0, .most = 1, .below = true},
       {.name = "clip", .help = "Largest norm of the gradients; 0: as they are.", .otherwise = 1.0, .least = 0},
       {.name = "schedule",
        .help = "Of the learning rate.",
@@ -362,17 +376,51 @@ UpdateRule update_rule(const OptionValues& values) {
   rule.options.lr = highest_learning_rate(values);
   rule.options.weight_decay = number_of(value_of(values, "weight_decay")).value();
   for (const OfSomeRules& option : of_some_rules()) {
-    if (const std::optional<double> given = number_of(value_of(values, option.name)))
-      rule.options.*option.member = *given;
+    const std::optional<double> given = number_of(value_of(values, option.name));
+    if (given && !option.is_beside_muon(text_of(values, "optimizer"))) rule.options.*option.member = *given;
   }
+  // So that one learning rate suits both rules.
+  rule.options.match_rms_adamw = rule.algorithm == optim::Algorithm::kMuon;
   return rule;
+}
+
+std::vector<ParameterGroup> parameter_groups(const OptionValues& values) {
+  const std::map<std::string, double> beside = beside_muon(values);
+  optim::GivenHyperparameters others;
+  if (!beside.empty()) {
+    others = {.beta1 = beside.at("beta1"), .beta2 = beside.at("beta2"), .eps = beside.at("eps"), .use_muon = false};
+  }
+  std::vector<ParameterGroup> groups;
+  // Adapters are matrices of layers.
+  if (trains_adapters(values)) return groups;
+  groups.push_back({[](const std::string& name, const at::Tensor&) { return !optim::has_weight_decay(name); }, others});
+  groups[0].options.weight_decay = 0;
+  if (!beside.empty()) {
+    const auto is_for_adamw = [](const std::string& name, const at::Tensor& parameter) {
+      return !optim::is_for_muon(name, parameter.sizes());
+    };
+    groups.push_back({is_for_adamw, others});
+  }
+  return groups;
+}
+
+std::map<std::string, double> beside_muon(const OptionValues& values) {
+  std::map<std::string, double> own;
+  const optim::Hyperparameters adamw = optim::default_hyperparameters(optim::Algorithm::kAdamW);
+  for (const OfSomeRules& option : of_some_rules()) {
+    if (option.is_beside_muon(text_of(values, "optimizer")))
+      own[option.name] = number_of(value_of(values, option.name)).value_or(adamw.*option.member);
+  }
+  return own;
 }
 
 std::map<std::string, double> rule_options(const OptionValues& values) {
   const optim::Hyperparameters all = update_rule(values).options;
   std::map<std::string, double> own = {{"lr", all.lr}, {"weight_decay", all.weight_decay}};
+  if (all.match_rms_adamw) own["match_rms_adamw"] = 1;
   for (const OfSomeRules& option : of_some_rules()) {
-    if (option.has(text_of(values, "optimizer"))) own[option.name] = all.*option.member;
+    const std::string rule = text_of(values, "optimizer");
+    if (option.has(rule) && !option.is_beside_muon(rule)) own[option.name] = all.*option.member;
   }
   return own;
 }

@@ -60,8 +60,14 @@ bool trains_adapters(const OptionValues& values);
 double highest_learning_rate(const OptionValues& values);
 // The update rule; what is not given is the rule's own default.
 UpdateRule update_rule(const OptionValues& values);
-// Its hyperparameters that a run may choose, under the names of optim::Hyperparameters.
+// Its hyperparameters that a run may choose or that are not the rule's own defaults, under the names of
+// optim::Hyperparameters; one that is on is 1.
 std::map<std::string, double> rule_options(const OptionValues& values);
+// Of the AdamW that steps what Muon is not for, the same; empty for other rules.
+std::map<std::string, double> beside_muon(const OptionValues& values);
+// The parameters whose hyperparameters are others than the rule's: norms and biases have no weight decay, and AdamW
+// steps what Muon is not for. Adapters have no such parameters.
+std::vector<ParameterGroup> parameter_groups(const OptionValues& values);
 // How the rate goes over a run of `steps` steps. Throws std::invalid_argument for a longer warm-up.
 LearningRate learning_rate(const OptionValues& values, int64_t steps);
 // The most tokens of a step.

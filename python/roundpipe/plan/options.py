@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Of the search, in microbatch visits. A fixed rate, so that a time limit gives the same plan on every machine.
 EFFORT_PER_SECOND = 300_000_000
 # Those of training, and those that have moments of one byte.
-Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop"]
+Optimizer = Literal["adam", "adamw", "sgd", "lion", "adafactor", "rmsprop", "muon"]
 OPTIMIZERS = get_args(Optimizer)
 WITH_8BIT = ("adam", "adamw")
 TOKENS = 8192

@@ -292,6 +292,13 @@ class TrainConfig:
 
         return _core.rule_options(self._shared_values())
 
+    @property
+    def beside_muon(self) -> dict[str, float]:
+        """Of the AdamW that steps what Muon is not for, the same; empty for other rules."""
+        from roundpipe import _core
+
+        return _core.beside_muon(self._shared_values())
+
     def rate_factor(self, steps: int) -> Callable[[int], float]:
         """Maps a step of a run of so many, counted from 0, to its part of the highest learning rate.
 

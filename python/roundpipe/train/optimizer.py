@@ -19,6 +19,7 @@ _RULES: dict[str, type[ForModel]] = {
     "lion": optim.Lion,
     "adafactor": optim.Adafactor,
     "rmsprop": optim.RMSprop,
+    "muon": optim.Muon,
 }
 
 
@@ -27,6 +28,11 @@ def make_optimizer(model: RoundPipe, config: TrainConfig) -> Any:
     options: dict[str, Any] = dict(config.rule_options)
     if "beta1" in options:
         options["betas"] = (options.pop("beta1"), options.pop("beta2"))
+    if options.pop("match_rms_adamw", 0):
+        options["adjust_lr_fn"] = "match_rms_adamw"
+    if config.optimizer == "muon":
+        beside = config.beside_muon
+        options["adamw"] = {"betas": (beside["beta1"], beside["beta2"]), "eps": beside["eps"]}
     moments: Moments = "8bit" if config.moments == "8bit" else "float32"
     return _RULES[config.optimizer](model, decay_norms_and_biases=False, moments=moments, **options)
 

@@ -20,6 +20,7 @@ void bind_training_options(py::module_& module) {
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
   module.def("require_same_options", &require_same_options, py::arg("before"), py::arg("now"), py::arg("run"));
   module.def("rule_options", &rule_options, py::arg("values"));
+  module.def("beside_muon", &beside_muon, py::arg("values"));
   module.def("trains_adapters", &trains_adapters, py::arg("values"));
   module.def("learning_rate", &learning_rate, py::arg("values"), py::arg("steps"));
   module.def("tokens_of_step", &tokens_of_step, py::arg("values"));

@@ -71,8 +71,8 @@ TEST_CASE("training options: values that do not fit each other are named") {
            {{{"lora_targets", targets}}, "--lora-targets is q_proj, expected it only with --lora"},
            {{{"moments", eight}, {"optimizer", lion}}, "--moments is 8bit, expected fp32 for lion"},
            {{{"eps", 1e-8}, {"optimizer", sgd}},
-            "--eps is 1e-08, expected it only for adam, adamw, rmsprop, not for sgd"},
-           {{{"momentum", 0.9}}, "--momentum is 0.9, expected it only for sgd, rmsprop, not for adamw"},
+            "--eps is 1e-08, expected it only for adam, adamw, rmsprop, muon, not for sgd"},
+           {{{"momentum", 0.9}}, "--momentum is 0.9, expected it only for sgd, rmsprop, muon, not for adamw"},
            {{{"batch_tokens", int64_t{2047}}}, "--batch-tokens is 2047, expected at least --length, which is 2048"},
            {{{"steps", int64_t{5}}, {"warmup_steps", int64_t{6}}},
             "--warmup-steps is 6, expected at most the number of steps, which is 5"},
@@ -135,9 +135,42 @@ TEST_CASE("training options: the update rule has its own defaults") {
         Options{{"lr", 1}, {"weight_decay", 0}, {"momentum", 0.5}});
   CHECK(with("adafactor", {}) == Options{{"lr", 2e-5}, {"weight_decay", 0}});
   CHECK(with("rmsprop", {{"eps", 1e-3}}) == Options{{"lr", 2e-5}, {"weight_decay", 0}, {"eps", 1e-3}, {"momentum", 0}});
+  CHECK(with("muon", {{"momentum", 0.5}, {"eps", 1e-3}}) ==
+        Options{{"lr", 2e-5}, {"weight_decay", 0}, {"momentum", 0.5}, {"match_rms_adamw", 1}});
   const UpdateRule rule = update_rule({{"optimizer", std::string("adafactor")}});
   CHECK(rule.algorithm == optim::Algorithm::kAdafactor);
   CHECK(rule.options.eps == std::numeric_limits<float>::epsilon());
+}
+
+TEST_CASE("training options: AdamW steps what Muon is not for") {
+  const auto group_of = [](const std::vector<ParameterGroup>& groups, const char* name, const at::Tensor& parameter) {
+    return std::ranges::find_if(groups, [&](const auto& group) { return group.holds(name, parameter); }) -
+           groups.begin();
+  };
+  const at::Tensor matrix = at::ones({4, 4}), vector = at::ones({4});
+  const OptionValues muon = {{"optimizer", std::string("muon")}, {"beta2", 0.5}, {"weight_decay", 0.25}};
+  CHECK(beside_muon(muon) == std::map<std::string, double>{{"beta1", 0.9}, {"beta2", 0.5}, {"eps", 1e-8}});
+  const std::vector<ParameterGroup> groups = parameter_groups(muon);
+  REQUIRE(groups.size() == 2);
+  CHECK(group_of(groups, "model.norm.weight", vector) == 0);
+  CHECK(group_of(groups, "lm_head.weight", matrix) == 1);
+  CHECK(group_of(groups, "model.layers.0.mlp.up_proj.weight", matrix) == 2);
+  const UpdateRule rule = update_rule(muon);
+  CHECK(rule.options.use_muon);
+  CHECK(rule.options.eps == 1e-7);
+  for (const ParameterGroup& group : groups) {
+    const optim::Hyperparameters options = group.options.over(rule.options);
+    CHECK_FALSE(options.use_muon);
+    CHECK(options.beta2 == 0.5);
+    CHECK(options.eps == 1e-8);
+  }
+  CHECK(groups[0].options.over(rule.options).weight_decay == 0);
+  CHECK(groups[1].options.over(rule.options).weight_decay == 0.25);
+  CHECK(beside_muon({}).empty());
+  CHECK(parameter_groups({}).size() == 1);
+  OptionValues adapters = muon;
+  adapters["lora"] = true;
+  CHECK(parameter_groups(adapters).empty());
 }
 
 TEST_CASE("training options: a run that goes on keeps them") {

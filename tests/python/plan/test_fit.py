@@ -273,6 +273,7 @@ def test_without_a_number_of_microbatches_it_is_that_of_training_or_fewer(folder
         (["--optimizer", "adamw"], 8),
         (["--optimizer", "adam", "--moments", "8bit"], 2),
         (["--optimizer", "lion"], 4),
+        (["--optimizer", "muon"], 4),
         (["--optimizer", "sgd"], 0),
         (["--optimizer", "rmsprop"], 4),
         (["--optimizer", "adafactor"], 0),

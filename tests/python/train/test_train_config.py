@@ -128,7 +128,7 @@ def test_an_option_of_other_trainers_is_led_on(tmp_path: Path) -> None:
         ("length = true", "length in {file} is true, expected a whole number"),
         ("lora = 1", "lora in {file} is 1, expected true or false"),
         ('data = "a.jsonl"', 'data in {file} is "a.jsonl", expected a list of texts'),
-        ('optimizer = "adamm"', "expected adam, adamw, sgd, lion, adafactor, rmsprop"),
+        ('optimizer = "adamm"', "expected adam, adamw, sgd, lion, adafactor, rmsprop, muon"),
         ("length =", "{file} is not TOML"),
     ],
 )

@@ -132,6 +132,28 @@ def test_options_of_the_optimizer(made: Callable[..., TrainConfig]) -> None:
         assert type(make_optimizer(model, made(optimizer=optimizer))).__name__ == name
 
 
+def test_muon_is_for_the_matrices_of_layers(made: Callable[..., TrainConfig]) -> None:
+    config = made(optimizer="muon", momentum=0.5, beta2=0.25, eps=1e-3, weight_decay=0.125, learning_rate=0.5)
+    model = load_model(config)
+    optimizer = make_optimizer(model, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        own = {names[id(parameter)] for parameter in group["params"]}
+        assert (group["lr"], group["adjust_lr_fn"]) == (0.5, "match_rms_adamw")
+        if group["use_muon"]:
+            assert all("_proj.weight" in name for name in own)
+            assert (group["momentum"], group["eps"], group["weight_decay"]) == (0.5, 1e-7, 0.125)
+            continue
+        assert (group["betas"], group["eps"]) == ((0.9, 0.25), 1e-3)
+        norms = {name for name in own if "norm" in name}
+        assert norms in (own, set())
+        assert group["weight_decay"] == (0 if norms else 0.125)
+        assert norms or all("embed_tokens" in name or "lm_head" in name for name in own)
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(names)
+    predicted = predict_model(meta_model(config), UpdateRule("muon")).moments
+    assert optimizer.host_memory().moments == predicted
+
+
 def test_the_rate_follows_the_schedule(made: Callable[..., TrainConfig]) -> None:
     config = made(learning_rate=0.5, schedule="linear", warmup_steps=1, floor=0.5)
     optimizer = make_optimizer(load_model(config), config)
