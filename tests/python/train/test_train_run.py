@@ -110,6 +110,7 @@ def test_training_lowers_the_held_out_loss_and_reloads(
     [
         pytest.param({}, id="full", marks=pytest.mark.long),
         pytest.param({"lora": True, "lora_dropout": 0.2, "asynchronous": True}, id="lora"),
+        pytest.param({"optimizer": "muon", "asynchronous": True}, id="muon", marks=pytest.mark.long),
     ],
 )
 def test_an_interrupted_run_goes_on_with_the_same_bits(
