@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <ATen/ATen.h>
 #include <doctest/doctest.h>
@@ -112,4 +114,17 @@ TEST_CASE("block optimizer: a type that cannot be trained is refused by name") {
     message = error.what();
   }
   CHECK(message.find("'wide' is Double, expected float32, bfloat16 or float16") != std::string::npos);
+}
+
+TEST_CASE("block optimizer: rules of whole parameters refuse to share one with other nodes") {
+  const at::Tensor matrix = at::randn({16, 8});
+  ParameterBlock block({{"p", matrix}}, /*pinned=*/false);
+  for (const auto& [algorithm, said] :
+       {std::pair{Algorithm::kMuon, "[optim] Muon is not for several nodes"},
+        std::pair{Algorithm::kAdafactor, "[optim] Adafactor is not for several nodes"}}) {
+    std::vector<at::Tensor> rest;
+    CHECK_THROWS_WITH_AS(BlockOptimizer(block, {0}, rest, algorithm, MomentFormat::kFloat32, {{0, 128}}),
+                         doctest::Contains(said), std::invalid_argument);
+    CHECK_NOTHROW(BlockOptimizer(block, {0}, rest, algorithm, MomentFormat::kFloat32));
+  }
 }
