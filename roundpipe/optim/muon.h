@@ -21,7 +21,7 @@ void check_sizes(Algorithm algorithm, const Hyperparameters& hyper, at::IntArray
 // Makes one step of Muon, with torch.optim.Muon's operations, for each matrix of a stack alone. All tensors in `memory`
 // are dense, of the sizes and strides of `like`; memory.states holds momentum_buffer. The products are torch's own, in
 // bf16, on the calling thread and torch's threads, so their bits are torch's.
-// Takes memory for the time of the step: about 8 bytes for each element of the largest matrix, and 2 for each element
+// Takes memory for the time of the step: about 10 bytes for each element of the largest matrix, and 2 for each element
 // of a stack.
 void muon_step(const Hyperparameters& hyper, Scalars& scalars, const kernels::Memory& memory, const at::Tensor& like,
                ThreadPool& pool);

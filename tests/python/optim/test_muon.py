@@ -80,6 +80,10 @@ def test_what_torch_refuses_is_refused() -> None:
         optim.Muon([nn.Parameter(torch.zeros(3, 3))], momentum=-1.0)
     with pytest.raises(ValueError, match="adamw is for a RoundPipe model"):
         optim.Muon([nn.Parameter(torch.zeros(3, 3))], adamw={})
+    of_a_model = optim.Muon([{"params": [nn.Parameter(torch.zeros(3, 3))], "use_muon": False}])
+    of_a_model.param_groups[0]["params"][0].grad = torch.ones(3, 3)
+    with pytest.raises(ValueError, match="need an AdamW of their own"):
+        of_a_model.step()
     half = nn.Parameter(torch.randn(8, 8, dtype=torch.bfloat16))  # torch's own step
     other = nn.Parameter(half.detach().clone())
     half.grad = torch.randn_like(half)
