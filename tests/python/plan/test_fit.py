@@ -273,7 +273,6 @@ def test_without_a_number_of_microbatches_it_is_that_of_training_or_fewer(folder
         (["--optimizer", "adamw"], 8),
         (["--optimizer", "adam", "--moments", "8bit"], 2),
         (["--optimizer", "lion"], 4),
-        (["--optimizer", "muon"], 4),
         (["--optimizer", "sgd"], 0),
         (["--optimizer", "rmsprop"], 4),
         (["--optimizer", "adafactor"], 0),
@@ -285,6 +284,15 @@ def test_moments_are_those_of_the_optimizer(options: list[str], of_a_parameter: 
         host = json.loads(run(model, *options, "--json"))["memory"]["predicted_host_bytes"]
         trained = host["gradients"] / 2 if count is None else count
         assert host["moments"] == pytest.approx(of_a_parameter * trained, rel=0.02, abs=0.05 * trained)
+
+
+def test_moments_beside_muon_are_those_of_adamw(folder: Path) -> None:
+    named = make_model(SMALL).named_parameters()
+    expected = sum(p.numel() * (4 if p.dim() == 2 and ".layers." in name else 8) for name, p in named)
+    host = json.loads(run(str(folder), "--optimizer", "muon", "--json"))["memory"]["predicted_host_bytes"]
+    assert host["moments"] == expected
+    host = json.loads(run("qwen3-1.7b", "--optimizer", "muon", "--json"))["memory"]["predicted_host_bytes"]
+    assert host["moments"] == pytest.approx(4 * host["gradients"] / 2, rel=0.02)
 
 
 def test_plan_of_a_preset_says_what_is_not_known() -> None:
