@@ -57,6 +57,7 @@ def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) 
         "full": {},
         "8bit": {"moments": "8bit"},
         "lion": {"optimizer": "lion"},
+        "muon": {"optimizer": "muon"},
         "sgd": {"optimizer": "sgd"},
         "lora": {"lora": True, "lora_rank": 1},
         "bf16": {"dtype": "bfloat16"},
@@ -66,6 +67,7 @@ def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) 
         totals[name] = _core.parse_bytes(re.sub(r"host +([\d.]+) (\w+) of.*", r"\1\2", line))
     assert totals["lora"] < totals["8bit"] < totals["lion"] < totals["full"]
     assert totals["sgd"] < totals["8bit"]
+    assert totals["lion"] < totals["muon"] < totals["full"], "AdamW's moments of the tables"
     assert totals["bf16"] != totals["full"]
     assert totals["fp16"] > totals["bf16"], "masters of four bytes instead of remainders of two"
 
