@@ -236,7 +236,9 @@ class _Trial:
         has_router = COEFFICIENT in vars(self._followed.language_model)
         # A router's loss is no sum over tokens, so it is left out.
         collected = () if self._takes("output_router_logits") else collected
-        program = dataclasses.replace(program, ending=Ending(router_share=0.0 if has_router else None))
+        ending = Ending(router_share=0.0 if has_router else None)
+        # The parts of the batch have fewer rows than what was returned before the layers.
+        program = dataclasses.replace(program, ending=ending, returned=None)
         random = {
             number: torch.randn(values[number].shape, generator=self._generator).to(values[number].dtype)
             for number in program.calls[-1].outputs

@@ -37,7 +37,8 @@ from roundpipe.following.program import (
 )
 from roundpipe.following.rotary import Frequencies, LongRows
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
-from roundpipe.model.losses.ending import Ending, Kept
+from roundpipe.following.towers import Returned, chosen_by_values, towers_of
+from roundpipe.model.losses.ending import Ending, Kept, loss_in
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.ops.documents import knowing, noting_tables
@@ -110,13 +111,53 @@ class _NoHooks(OrderedDict[int, Any]):
         )
 
 
+class _Repeats:
+    """Answers calls of towers with what they returned in an earlier run of the same forward.
+
+    Args:
+        returned: without values.
+        values: of what they returned.
+    """
+
+    def __init__(self, returned: list[Returned], values: Mapping[Made, torch.Tensor]) -> None:
+        self._returned, self._values = returned, values
+        self._next = 0
+
+    def answer(self, number: int, device: torch.device) -> Any:
+        call = self._next
+        self._next += 1
+        if call >= len(self._returned) or self._returned[call].tower != number:
+            raise CannotFollow(f"its forward calls other modules before its layers the second time (call {call})")
+
+        def placeholder(meta: torch.Tensor, made: Made) -> Placeholder:
+            return Placeholder.make(meta, device, frozenset({("parameter", f"tower {number}")}), made=made)
+
+        return self._returned[call].again(call, self._values, placeholder)
+
+
 class Run:
-    """One run of a skeleton's forward; `called` answers in place of the layers."""
+    """One run of a skeleton's forward; `called` answers in place of the layers.
+
+    Attributes:
+        returned: of each call of a tower before the first layer, in order, unless this run repeats another.
+    """
 
     recorder: Recorder
+    _repeats: _Repeats | None = None
+
+    def __init__(self) -> None:
+        self.returned: list[Returned] = []
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
+
+    def tower(self, number: int, forward: Callable[[], Any], device: torch.device) -> Any:
+        """Runs a tower, or answers in place of it."""
+        if self._repeats is not None:
+            return self._repeats.answer(number, device)
+        output = forward()
+        self.returned.append(Returned.of(number, output))
+        return output
 
 
 class Phase(enum.IntEnum):
@@ -125,6 +166,16 @@ class Phase(enum.IntEnum):
     BEFORE = 0
     BETWEEN = 1
     END = 2
+
+
+class _Tower:
+    """The forward of a module that a skeleton's forward may call before the first layer."""
+
+    def __init__(self, skeleton: Skeleton, number: int, forward: Callable[..., Any]) -> None:
+        self._skeleton, self._number, self._forward = skeleton, number, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._skeleton._tower_called(self._number, lambda: self._forward(*args, **kwargs))
 
 
 class Skeleton:
@@ -177,6 +228,12 @@ class Skeleton:
             if parameter is not None
         ]
         self._phase = Phase.BEFORE
+        self._towers = [
+            module
+            for module in towers_of(followed.model, followed.layers)
+            if not any(followed.names[id(p)] in followed.ends_early for p in module.parameters())
+        ]
+        self._in_tower = False
         self._answer()
 
     def _show(self, phase: Phase) -> None:
@@ -205,6 +262,19 @@ class Skeleton:
                 state = self._tree.of(module).__dict__
                 for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
                     state[hooks] = _NoHooks()
+        for number, module in enumerate(self._towers):
+            shadow = self._tree.of(module)
+            if not isinstance(shadow.forward, _Tower):
+                shadow.__dict__["forward"] = _Tower(self, number, shadow.forward)
+
+    def _tower_called(self, number: int, forward: Callable[[], Any]) -> Any:
+        if self._run is None or self._in_tower or self._phase is not Phase.BEFORE:
+            return forward()
+        self._in_tower = True
+        try:
+            return self._run.tower(number, forward, self._device)
+        finally:
+            self._in_tower = False
 
     def _called(self, layer: int, *args: Any, **kwargs: Any) -> Any:
         assert self._run is not None
@@ -245,14 +315,22 @@ class Skeleton:
 
 
 class RecordingRun(Run):
-    """Records how layers are called, and answers with placeholders."""
+    """Records how layers are called, and answers with placeholders.
 
-    def __init__(self, followed: FollowedModel, stops: bool) -> None:
+    Args:
+        followed: the followed model.
+        stops: whether it ends at the last layer call.
+        repeats: what towers returned; None: they run.
+    """
+
+    def __init__(self, followed: FollowedModel, stops: bool, repeats: _Repeats | None = None) -> None:
+        super().__init__()
         self.recorder = Recorder()
         self.calls: list[Recorded] = []
         self._followed = followed
         self._stops = stops
         self._place: Any = None
+        self._repeats = repeats
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = len(self.calls)
@@ -291,6 +369,7 @@ class FirstCallRun(Run):
     """Takes the arguments of the first layer call, and ends there."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.recorder = Recorder()
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -304,11 +383,15 @@ class ReplayingRun(Run):
     """Answers with the last layer's real output, and with placeholders for the other layers' outputs."""
 
     def __init__(self, followed: FollowedModel, state: PartState) -> None:
+        super().__init__()
         self._followed = followed
         self._program, self._values, _, self._collected = state
         self._index = 0
         self._alike = self._program.alike and followed.calls_alike is not None and followed.calls_alike()
-        self.recorder = Recorder({made: self._values[number] for made, number in self._program.carried.items()})
+        known = {made: self._values[number] for made, number in self._program.carried.items()}
+        self.recorder = Recorder(known)
+        returned = self._program.returned
+        self._repeats = None if returned is None else _Repeats(returned, known)
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self._index
@@ -372,12 +455,12 @@ class Before(Part):
             self.skeleton().use(frequencies)
         kwargs.update(followed.forced)
         with noting_tables() as tables:
-            program, values = self._program(args, kwargs)
+            program, values = self._program(args, kwargs, ending)
         program.ending = ending
         program.documents = _documents_in(program, values, tables)
         return program, values, {}, ()
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, NumberedValues]:
+    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], ending: Ending) -> tuple[Program, NumberedValues]:
         followed = self.followed
         alike = followed.calls_alike is not None and followed.calls_alike()
         again = self._again(args, kwargs) if alike else None
@@ -392,8 +475,8 @@ class Before(Part):
             raise CannotFollow(
                 f"its forward called {len(run.calls)} layers, expected {len(followed.order)} as when it was wrapped"
             )
-        compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs))
-        program = compiler.compile(self._carried(args, kwargs))
+        compiler = Compiler(run.recorder.ops, run.calls, (args, kwargs), run.returned)
+        program = compiler.compile(self._carried(args, kwargs, run.returned, ending))
         if alike and calls_are_alike(program):
             program.alike = True
             skeleton = self.skeleton()
@@ -411,25 +494,38 @@ class Before(Part):
             skeleton.run(run, args, kwargs)
         if run.arguments is None:
             return None
-        found = (template.again((args, kwargs), run.arguments) for template in skeleton.templates)
+        returned = [each.without_values() for each in run.returned]
+        if chosen_by_values(run.returned):
+            return None
+        found = (template.again((args, kwargs), run.arguments, returned) for template in skeleton.templates)
         return next((each for each in found if each is not None), None)
 
-    def _carried(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Made]:
+    def _carried(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: list[Returned], ending: Ending
+    ) -> list[Made]:
         """The values made before the last call that the forward's end reads when it is called like this."""
+        chosen = chosen_by_values(returned)
         # Numbers change from step to step, but the values that are read do not.
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
-        key = repr((len(args), sorted(flags.items())))
+        # What a tower returns has a leaf for each picture.
+        towers = [(each.tower, len(each.leaves)) for each in returned]
+        key = repr((len(args), sorted(flags.items()), towers, ending.kept))
         known = self.followed.carried.get(key)
         if known is None:
-            run = RecordingRun(self.followed, stops=False)
+            repeats = _Repeats([each.without_values() for each in returned], chosen)
+            run = RecordingRun(self.followed, stops=False, repeats=repeats)
             try:
                 with torch.no_grad():
                     output = Skeleton(self.followed, self._buffers).run(run, args, kwargs)
             except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
                 # The end needs values, or collected ones. If it needs more than is carried, the last part reports it.
                 output = None
-            known = self.followed.carried[key] = Ends(output, len(self.followed.order)).made
-        return known
+            calls = len(self.followed.order)
+            read = loss_in(output) if ending.kept is Kept.LOSS and output is not None else output
+            towers_read = {made for made in Ends(read, calls).made if made[0] == "tower"}
+            known = [made for made in Ends(output, calls).made if made[0] != "tower" or made in towers_read]
+            self.followed.carried[key] = known
+        return [*known, *(made for made in chosen if made not in known)]
 
 
 def _documents_in(
@@ -630,7 +726,7 @@ class Ends:
             if leaf.label is not None:
                 is_late = any(kind == "late" for kind, _ in leaf.origins)
                 (self.late if is_late else self.early).add(leaf.label)
-            elif leaf.made is not None and leaf.made[1] != self._calls - 1:
+            elif leaf.made is not None and (leaf.made[0] == "tower" or leaf.made[1] != self._calls - 1):
                 found.add(leaf.made)
             return
         if op.glue and op.segment < self._calls:

@@ -16,8 +16,9 @@ Origin = tuple[str, Any]
 `("output", (call, leaf))` of a layer call, or the same with "collected" for a value that transformers collected inside
 the call."""
 Made = tuple[Any, ...]
-"""Names a value that exists before the last layer is called: `("output", call, leaf)`, or `("op", segment, number,
-result)` of a glue operation, by its number in its segment. The same in every run that is called alike."""
+"""Names a value that exists before the last layer is called: `("output", call, leaf)`, `("tower", call, leaf)` of a
+module that is called before the layers, or `("op", segment, number, result)` of a glue operation, by its number in its
+segment. The same in every run that is called alike."""
 
 # Callers of these need values, not tensors.
 _READS_VALUES = {
@@ -40,6 +41,8 @@ _MAKES_NEW = {
     torch.ones_like,
     torch.zeros_like,
 }
+# These take only the shape or the type of their second argument.
+_LIKE_ANOTHER = {torch.Tensor.expand_as, torch.Tensor.reshape_as, torch.Tensor.type_as, torch.Tensor.view_as}
 _INDEXED = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 device_of = torch.Tensor.device.__get__
 """The function that torch calls for `tensor.device`; compare with ==, because each access makes another object."""
@@ -161,13 +164,17 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def make(
-        meta: torch.Tensor, device: torch.device, origins: frozenset[Origin], name: str | None = None
+        meta: torch.Tensor,
+        device: torch.device,
+        origins: frozenset[Origin],
+        name: str | None = None,
+        made: Made | None = None,
     ) -> Placeholder:
         """Makes a placeholder like `meta`, a tensor on the meta device."""
-        made: Placeholder = torch.Tensor._make_subclass(Placeholder, meta.detach(), False)
-        made.origins, made.op, made.label, made.shown_device, made.value = origins, None, name, device, None
-        made.made, made.writers = None, []
-        return made
+        new: Placeholder = torch.Tensor._make_subclass(Placeholder, meta.detach(), False)
+        new.origins, new.op, new.label, new.shown_device, new.value = origins, None, name, device, None
+        new.made, new.writers = made, []
+        return new
 
     @staticmethod
     def of_parameter(name: str, tensor: torch.Tensor, kind: str = "parameter") -> Placeholder:
@@ -225,6 +232,9 @@ class Placeholder(torch.Tensor):
                 like = func(*meta_args, **{**meta_kwargs, "device": "meta"})
                 kwargs = {**kwargs, "device": asked or device}
                 return func(torch.empty((), dtype=like.dtype).expand(like.shape), *args[1:], **kwargs)
+            if func in _LIKE_ANOTHER and not isinstance(args[0], Placeholder):
+                like = kwargs["other"] if len(args) == 1 else args[1]
+                return func(args[0], torch.empty((), dtype=like.dtype).expand(like.shape))
             result = func(*meta_args, **meta_kwargs)
         result_leaves, result_spec = pytree.tree_flatten(result)
         shown = asked or device or torch.device("cpu")

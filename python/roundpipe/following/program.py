@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
+from roundpipe.following.towers import Returned
 from roundpipe.model.losses.ending import Ending
 
 NumberedValues = dict[int, torch.Tensor]
@@ -141,6 +142,7 @@ class Program:
         ending: what is done with its outputs.
         alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
         documents: of packed rows, by the numbers of the mask and the positions of the calls that take them.
+        returned: what the modules returned that ran before the layers, without values; None: they run again.
     """
 
     calls: list[LayerCall]
@@ -149,6 +151,7 @@ class Program:
     ending: Ending = _AS_IT_IS
     alike: bool = False
     documents: dict[tuple[int | None, int | None], _core.Documents] = field(default_factory=dict)
+    returned: list[Returned] | None = None
 
 
 @dataclass
@@ -166,10 +169,11 @@ class Recorded:
 class Compiler:
     """Numbers the tensors of a recording run and keeps the operations that the calls need."""
 
-    def __init__(self, ops: list[Op], calls: list[Recorded], inputs: tuple[Any, Any]) -> None:
+    def __init__(self, ops: list[Op], calls: list[Recorded], inputs: tuple[Any, Any], returned: list[Returned]) -> None:
         self._ops = ops
         self._calls = calls
         self._inputs = inputs
+        self._returned = returned
         self._numbers: dict[int, int] = {}
         self._held: list[torch.Tensor] = []
         self._shared: dict[int, int] = {}
@@ -197,14 +201,19 @@ class Compiler:
         carried = {}
         for made in ends:
             kind, *place, index = made
-            leaf = self._calls[place[0]].outputs[index] if kind == "output" else glue[place[0], place[1]].results[index]
+            if kind == "output":
+                leaf = self._calls[place[0]].outputs[index]
+            elif kind == "tower":
+                leaf = self._returned[place[0]].leaves[index]
+            else:
+                leaf = glue[place[0], place[1]].results[index]
             if isinstance(leaf, torch.Tensor):
                 carried[made] = self._number(leaf)
         self._place_glue(calls, set(carried.values()))
         self._find_kept(calls, inputs, set(carried.values()))
         needed = calls[0].arguments.numbers() | set(calls[0].kept) | self._needed_by_glue(calls[0])
         self.values = {number: value for number, value in self.values.items() if number in needed}
-        return Program(calls, inputs, carried)
+        return Program(calls, inputs, carried, returned=[each.without_values() for each in self._returned])
 
     def _number(self, tensor: torch.Tensor) -> int:
         number = self._numbers.setdefault(id(tensor), len(self._numbers))
@@ -311,15 +320,15 @@ class Template:
         """Whether arguments of the forward have the form of these."""
         return _shapes(inputs) == self._shapes and self._matched(self._program.inputs, inputs, {})
 
-    def again(self, inputs: Any, first: Any) -> tuple[Program, NumberedValues] | None:
+    def again(self, inputs: Any, first: Any, returned: list[Returned]) -> tuple[Program, NumberedValues] | None:
         """The program and its values for other arguments of the forward, which it accepts, and of the first call; None
-        if these are of another form."""
+        if these are of another form. `returned`: see `Program`."""
         found: NumberedValues = {}
         call = self._program.calls[0]
         matched = self._matched(self._program.inputs, inputs, found) and self._matched(call.arguments, first, found)
         if not matched or not found.keys() >= set(self._order) or first[0][0].shape != call.shapes[0]:
             return None
-        return replace(self._program), {number: found[number] for number in self._order}
+        return replace(self._program, returned=returned), {number: found[number] for number in self._order}
 
     @staticmethod
     def _matched(tree: Tree, given: Any, found: NumberedValues) -> bool:
