@@ -15,6 +15,7 @@ from roundpipe import _core
 from roundpipe.following import collector
 from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
+from roundpipe.following.picture_trial import other_alone
 from roundpipe.following.pictures import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.refusals import left_out_at_random, refuse_compiled
@@ -120,6 +121,7 @@ class LanguageModel:
         self._sizes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._signature = inspect.signature(model.forward)
         self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+        self._confirmed: set[str] = set()  # forms of calls with pictures
         self.chain = nn.Sequential()
         refuse_compiled(model, find_stacks(inner) if any(isinstance(m, nn.ModuleList) for m in inner.modules()) else ())
         try:
@@ -339,7 +341,20 @@ class LanguageModel:
         """The way to cut a call into microbatches, if `split_input` leaves it open."""
         if split_input is not None:
             return split_input
-        return picture_splitting(self._config, self._named(args, kwargs), self._named)
+        return picture_splitting(self._config, self._named(args, kwargs), self._named, self._confirm)
+
+    def _confirm(self, form: str, alone: list[tuple[int, dict[str, Any]]], together: dict[str, Any]) -> None:
+        """Tries the first batch of each form with pictures, as `picture_splitting` cuts it."""
+        if form in self._confirmed:
+            return
+        reason = other_alone(self._model, self.chain[0], together, alone)
+        if reason is not None:
+            raise ValueError(
+                f"[forward] the batch of {self.name} cannot be cut into microbatches: beside other rows, a row with "
+                f"pictures calls the first layer with other values than alone ({reason}), expected the same; set "
+                "num_microbatch=1, or give split_input a function"
+            )
+        self._confirmed.add(form)
 
     def microbatches(self, number: int, is_default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of microbatches that a call may be cut into, given that `number` were planned.

@@ -174,15 +174,20 @@ def _table(value: Any) -> np.ndarray[Any, Any] | None:
             return None
         value = value.cpu().numpy()
     elif not isinstance(value, np.ndarray):
-        if not all(isinstance(entry, (list, tuple, torch.Tensor)) and len(entry) in _SIZES for entry in value):
+        rows = [entry.tolist() if isinstance(entry, torch.Tensor) and entry.dim() == 1 else entry for entry in value]
+        if not all(isinstance(row, (list, tuple)) and len(row) in _SIZES and _are_whole(row) for row in rows):
             return None
-        if not all(isinstance(size, int) for entry in value if not isinstance(entry, torch.Tensor) for size in entry):
+        if len({len(row) for row in rows}) != 1:
             return None
-        value = np.array([[int(size) for size in entry] for entry in value])
+        value = np.array(rows)
     if value.ndim != _PADDED or value.shape[1] not in _SIZES or value.dtype.kind != "i" or (value < 1).any():
         return None
     found: np.ndarray[Any, Any] = value
     return found
+
+
+def _are_whole(numbers: Sequence[Any]) -> bool:
+    return all(type(number) is int for number in numbers)
 
 
 def _places(value: Any) -> np.ndarray[Any, Any] | None:
@@ -205,7 +210,7 @@ def _numbers(value: Any) -> list[int] | None:
         if value.ndim != 1 or (isinstance(value, torch.Tensor) and value.is_floating_point()):
             return None
         value = value.tolist()
-    if not all(type(number) is int and number > 0 for number in value):
+    if not _are_whole(value) or any(number < 1 for number in value):
         return None
     return list(value)
 

@@ -15,13 +15,18 @@ import torch
 from roundpipe.data.labels import names_label
 from roundpipe.following.picture_levels import Kind, Level, kinds_in, levels_of, pictures_in_rows
 
+Confirm = Callable[[str, list[tuple[int, dict[str, Any]]], dict[str, Any]], None]
+"""Is given what was cut, in words, some rows' arguments alone, each with the row's place, and those of these rows
+together."""
 Split = Callable[[tuple[Any, ...], dict[str, Any], int], tuple[list[tuple[Any, ...]], list[dict[str, Any]]]]
 Name = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
 
 _OF_ROWS = ("attention_mask", "inputs_embeds", "position_ids", "token_type_ids", "mm_token_type_ids")
 
 
-def picture_splitting(config: Any, arguments: dict[str, Any], name: Name) -> Split | None:
+def picture_splitting(
+    config: Any, arguments: dict[str, Any], name: Name, confirm: Confirm | None = None
+) -> Split | None:
     """Returns the cut of a call with pictures, or with positions that have a dimension before the rows. None without
     these.
 
@@ -29,6 +34,7 @@ def picture_splitting(config: Any, arguments: dict[str, Any], name: Name) -> Spl
         config: of the model.
         arguments: of the call, by name.
         name: gives the arguments of a call their names.
+        confirm: raises ValueError if rows alone are not what they are together.
     """
     ids = arguments.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
@@ -45,14 +51,16 @@ def picture_splitting(config: Any, arguments: dict[str, Any], name: Name) -> Spl
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
         if number == 1:
             return [args], [kwargs]
-        named = name(args, kwargs)
-        cut = _Cut(config, ids, kinds, named, number)
-        parts: list[dict[str, Any]] = [{} for _ in range(number)]
-        for key, value in named.items():
-            for part, piece in zip(parts, cut.pieces(key, value), strict=True):
-                if piece is not _NOTHING:
-                    part[key] = piece
-        return [()] * number, parts
+        cut = _Cut(config, ids, kinds, name(args, kwargs))
+        if confirm is not None and kinds:
+            few = cut.few_rows()
+            if few:
+                rest = [(few[-1] + 1, len(ids))] if few[-1] + 1 < len(ids) else []
+                together = cut.parts([(0, few[-1] + 1), *rest])[0]
+                alone = cut.parts([(row, row + 1) for row in range(len(ids))])
+                confirm(cut.form(), [(row, alone[row]) for row in few], together)
+        ends = torch.arange(len(ids)).tensor_split(number)
+        return [()] * number, cut.parts([(int(part[0]), int(part[-1]) + 1) for part in ends])
 
     return split
 
@@ -93,19 +101,37 @@ class _Cut:
         ids: tokens [rows, tokens].
         kinds: of pictures in the batch.
         arguments: of the call, by name.
-        number: of microbatches.
     """
 
-    def __init__(
-        self, config: Any, ids: torch.Tensor, kinds: list[Kind], arguments: Mapping[str, Any], number: int
-    ) -> None:
-        self._config, self._ids, self._number, self._kinds = config, ids, number, kinds
-        parts = torch.arange(len(ids)).tensor_split(number)
-        self._rows = [part.tolist() for part in parts]
-        self._sizes = [len(part) for part in parts]
+    def __init__(self, config: Any, ids: torch.Tensor, kinds: list[Kind], arguments: Mapping[str, Any]) -> None:
+        self._config, self._ids, self._kinds, self._arguments = config, ids, kinds, arguments
         shown = _about_pictures(config, arguments, ids, kinds)
-        self._of = {kind.stem: {n: v for n, v in shown.items() if kind in self._possible(n)} for kind in kinds}
-        self._levels = {kind.stem: levels_of(kind, self._of[kind.stem]) for kind in kinds}
+        of = {kind.stem: {n: v for n, v in shown.items() if kind in self._possible(n)} for kind in kinds}
+        self._levels = {kind.stem: levels_of(kind, of[kind.stem]) for kind in kinds}
+        self._shown = list(shown)
+
+    def form(self) -> str:
+        """The same for calls that are cut alike."""
+        found = [(stem, [level.what for level in levels]) for stem, levels in self._levels.items()]
+        return repr((sorted(self._shown), found))
+
+    def few_rows(self) -> list[int]:
+        """The first two rows with pictures; nothing if there are no two."""
+        held = [row for row in range(len(self._ids)) if any(kind.tokens[row] for kind in self._kinds)]
+        return held[:2] if len(held) > 1 else []
+
+    def parts(self, bounds: list[tuple[int, int]]) -> list[dict[str, Any]]:
+        """The arguments of consecutive ranges of rows, which are all rows.
+
+        Raises:
+            ValueError: an argument does not belong to rows, nor to pictures, or to either of them.
+        """
+        parts: list[dict[str, Any]] = [{} for _ in bounds]
+        for key, value in self._arguments.items():
+            for part, piece in zip(parts, self._pieces(key, value, bounds), strict=True):
+                if piece is not _NOTHING:
+                    part[key] = piece
+        return parts
 
     def _possible(self, name: str) -> list[Kind]:
         """The kinds of pictures that an argument may be about: by its name, if that tells."""
@@ -117,39 +143,31 @@ class _Cut:
         told = [kind for kind in self._kinds if kind.is_in(name)] if name not in _OF_ROWS else []
         return any(sum(level.counts) == len(value) for kind in told for level in self._levels[kind.stem])
 
-    def pieces(self, name: str, value: Any) -> list[Any]:
-        """An argument's part for each microbatch.
-
-        Raises:
-            ValueError: the argument does not belong to rows, nor to pictures, or to either of them.
-        """
+    def _pieces(self, name: str, value: Any, bounds: list[tuple[int, int]]) -> list[Any]:
+        """An argument's part for each range of rows."""
+        everywhere = [value] * len(bounds)
         if not _is_counted(value):
-            return [value] * self._number
+            return everywhere
         rows = len(self._ids)
         if isinstance(value, torch.Tensor):
             dim = None if self._is_told(name, value) else _dim_of_rows(value, self._ids)
             if dim is not None:
-                return list(torch.split(value, self._sizes, dim))
+                return [value.narrow(dim, start, end - start) for start, end in bounds]
         elif not len(value) or hasattr(self._config, name):  # an option of the model
-            return [value] * self._number
+            return everywhere
         if names_label(name) or name in _OF_ROWS:
             levels = [Level("rows", (1,) * rows)] if len(value) == rows else []
         else:
             levels = self._fitting(name, value)
-        if isinstance(value, torch.Tensor) and not levels and value.shape[0] == 1 and not names_label(name):
-            return [value] * self._number
-        cuts = {tuple(self._counted(level)): level for level in levels}
+        is_one = isinstance(value, torch.Tensor) and value.shape[0] == 1 and not names_label(name)
+        if is_one and not levels and not any(kind.is_in(name) for kind in self._kinds):
+            return everywhere
+        cuts = {tuple(sum(level.counts[start:end]) for start, end in bounds): level for level in levels}
         if len(cuts) != 1:
             self._refuse(name, value, bool(cuts))
         sizes, level = next(iter(cuts.items()))
-        parts = _split(value, sizes)
-        if level.per_row is None:
-            return [part if size else _NOTHING for part, size in zip(parts, sizes, strict=True)]
-        held = [sum(level.per_row[row] for row in rows_of_part) for rows_of_part in self._rows]
-        return [part if number else _NOTHING for part, number in zip(parts, held, strict=True)]
-
-    def _counted(self, level: Level) -> list[int]:
-        return [sum(level.counts[row] for row in rows) for rows in self._rows]
+        held = sizes if level.per_row is None else [sum(level.per_row[start:end]) for start, end in bounds]
+        return [part if number else _NOTHING for part, number in zip(_split(value, sizes), held, strict=True)]
 
     def _fitting(self, name: str, value: Any) -> list[Level]:
         """What an argument's entries may be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import strategies as st
 
 from multimodal_models import MODELS
 from multimodal_trials import LARGEST, TRAINED, cases_of, prepared, trial, tried
+from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.following import language_model
+from roundpipe.following.picture_trial import other_alone
+from roundpipe.following.pictures import picture_splitting
 from sweeps import mostly_long, sweep
 
 CASES = [(name, case) for name, model in MODELS.items() for case in cases_of(model)]
@@ -49,3 +54,35 @@ def test_any_pictures(
     model = MODELS[name]
     found = trial(prepared(model, "all"), getattr(model, kind)(sizes), min(microbatches, len(sizes)), devices)
     assert abs(found.loss) <= LARGEST and found.gradient <= LARGEST, found
+
+
+def _parts(name: str, kind: str) -> tuple[Any, Any, dict[str, Any], list[tuple[int, dict[str, Any]]]]:
+    """A model, its part before the layers, and a batch of two rows, together and alone."""
+    model = prepared(MODELS[name], "all")
+    make = getattr(MODELS[name], kind)
+    together = make([[1], [2]])
+    split = picture_splitting(model.config, together, lambda args, kwargs: kwargs)
+    assert split is not None
+    alone = list(enumerate(split((), together, 2)[1]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, wrap_model_to_roundpipe(model)._language_model.chain[0], together, alone
+
+
+def test_a_cut_is_confirmed(two_devices: None) -> None:
+    model, before, together, alone = _parts("Qwen2.5-VL", "videos")
+    assert other_alone(model, before, together, alone) is None
+    times = {**together, "second_per_grid_ts": together["second_per_grid_ts"][::-1]}
+    assert "position" in (other_alone(model, before, times, alone) or "")
+    pixels = {**together, "pixel_values_videos": together["pixel_values_videos"].flip(0)}
+    assert other_alone(model, before, pixels, alone) is not None
+
+
+def test_a_cut_that_is_not_confirmed_is_refused(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(language_model, "other_alone", lambda *_: "[1]['position_ids']")
+    model = prepared(MODELS["Qwen2.5-VL"], "all")
+    run = RoundPipeRunConfig(num_microbatch=2)
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=run)
+    batch = MODELS["Qwen2.5-VL"].images([[1], [2]])  # type: ignore[misc]
+    with pytest.raises(ValueError, match=r"other values than alone .*position_ids.* num_microbatch=1"):
+        wrapped.forward_backward(input_kwargs=batch)
