@@ -16,7 +16,7 @@ from roundpipe.following import collector
 from roundpipe.following.layers.adapters import without_adapters
 from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
 from roundpipe.following.picture_trial import other_alone
-from roundpipe.following.pictures import picture_splitting
+from roundpipe.following.pictures.splitting import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.refusals import left_out_at_random, refuse_compiled
 from roundpipe.following.rotary import LongRows
@@ -274,7 +274,9 @@ class LanguageModel:
             labels = sum(counted or 0 for counted in counts)
             routed = [of_node * ((counted or 0) / labels if labels else 1 / len(batch)) for counted in counts]
         ending = Ending(
-            kept=kept if has_labels else Kept.ALL, refuses_loss=len(batch) > 1 and not asks_for_loss(named[0])
+            kept=kept if has_labels else Kept.ALL,
+            towers=len(batch) == 1,
+            refuses_loss=len(batch) > 1 and not asks_for_loss(named[0]),
         )
         endings = [replace(ending, share=s, router_share=r) for s, r in zip(shared, routed, strict=True)]
         further = {FREQUENCIES: self._rotary.frequencies(longest)} if longest and self._rotary.modules else {}

@@ -37,7 +37,7 @@ from roundpipe.following.program import (
 )
 from roundpipe.following.rotary import Frequencies, LongRows
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
-from roundpipe.following.towers import Returned, chosen_by_values, towers_of
+from roundpipe.following.towers import Returned, tower_values, towers_of
 from roundpipe.model.losses.ending import Ending, Kept, loss_in
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
@@ -495,7 +495,7 @@ class Before(Part):
         if run.arguments is None:
             return None
         returned = [each.without_values() for each in run.returned]
-        if chosen_by_values(run.returned):
+        if tower_values(run.returned, chooses=True):
             return None
         found = (template.again((args, kwargs), run.arguments, returned) for template in skeleton.templates)
         return next((each for each in found if each is not None), None)
@@ -504,28 +504,45 @@ class Before(Part):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: list[Returned], ending: Ending
     ) -> list[Made]:
         """The values made before the last call that the forward's end reads when it is called like this."""
-        chosen = chosen_by_values(returned)
+        chosen = tower_values(returned, chooses=True)
         # Numbers change from step to step, but the values that are read do not.
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         # What a tower returns has a leaf for each picture.
         towers = [(each.tower, len(each.leaves)) for each in returned]
-        key = repr((len(args), sorted(flags.items()), towers, ending.kept))
+        key = repr((len(args), sorted(flags.items()), towers, ending.kept, ending.towers))
         known = self.followed.carried.get(key)
         if known is None:
-            repeats = _Repeats([each.without_values() for each in returned], chosen)
-            run = RecordingRun(self.followed, stops=False, repeats=repeats)
-            try:
-                with torch.no_grad():
-                    output = Skeleton(self.followed, self._buffers).run(run, args, kwargs)
-            except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
-                # The end needs values, or collected ones. If it needs more than is carried, the last part reports it.
-                output = None
+            output, more = self._to_the_end(args, kwargs, returned, chosen), set()
+            if output is None and returned:
+                # It may read, or write into another tensor, what towers computed.
+                values = tower_values(returned)
+                output = self._to_the_end(args, kwargs, returned, values)
+                more = set() if output is None else set(values)
             calls = len(self.followed.order)
-            read = loss_in(output) if ending.kept is Kept.LOSS and output is not None else output
-            towers_read = {made for made in Ends(read, calls).made if made[0] == "tower"}
-            known = [made for made in Ends(output, calls).made if made[0] != "tower" or made in towers_read]
+            if ending.kept is Kept.LOSS and output is not None:
+                read = loss_in(output)
+            else:
+                read = output if ending.towers else without_towers(output)
+            more |= {made for made in Ends(read, calls).made if made[0] == "tower"}
+            known = [*(made for made in Ends(output, calls).made if made[0] != "tower"), *sorted(more)]
             self.followed.carried[key] = known
         return [*known, *(made for made in chosen if made not in known)]
+
+    def _to_the_end(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: list[Returned],
+        values: Mapping[Made, torch.Tensor],
+    ) -> Any:
+        """The output of a run on placeholders, except for `values`. None if its end needs other values, or collected
+        ones; the last part reports it if it needs more than is carried."""
+        run = RecordingRun(self.followed, False, _Repeats([each.without_values() for each in returned], values))
+        try:
+            with torch.no_grad():
+                return Skeleton(self.followed, self._buffers).run(run, args, kwargs)
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+            return None
 
 
 def _documents_in(
@@ -626,6 +643,8 @@ class After(Part):
         with_loss = self._with_loss(skeleton, postpones, of_tokens) if postpones or of_tokens else nullcontext()
         with with_loss, self._sharing_router_loss(skeleton, program.ending.router_share):
             outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
+        if not program.ending.towers:
+            outputs = without_towers(outputs)
         outputs = program.ending.of(outputs, type(self.followed.language_model).__name__)
         check_real(outputs)
         return outputs
@@ -738,6 +757,24 @@ class Ends:
         for source in (op, *leaf.writers):
             for argument in pytree.tree_leaves(source.arguments):
                 self._visit(argument, found)
+
+
+def without_towers(outputs: Any) -> Any:
+    """A model's outputs without those that hold values from before its layers, which are not known at its end."""
+
+    def is_kept(output: Any) -> bool:
+        return not any(
+            isinstance(leaf, Placeholder) and all(kind == "parameter" for kind, _ in leaf.origins)
+            for leaf in pytree.tree_leaves(output)
+        )
+
+    if isinstance(outputs, Mapping):
+        left_out = [name for name, output in outputs.items() if not is_kept(output)]
+        if left_out:
+            return type(outputs)(**{name: output for name, output in outputs.items() if name not in left_out})
+    elif type(outputs) is tuple:
+        return tuple(filter(is_kept, outputs))
+    return outputs
 
 
 def draws(function: Any) -> bool:

@@ -27,6 +27,7 @@ from roundpipe.following.parts import (
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
 from roundpipe.following.program import holds_tensors
 from roundpipe.following.token_wise import Candidates
+from roundpipe.following.towers import towers_of
 
 _ROW_CHOICES = (3, 2, 5, 7)
 _TOKEN_CHOICES = (7, 11, 5, 13, 17, 19, 23)
@@ -261,7 +262,6 @@ def parts_of(followed: FollowedModel, uses: Uses) -> list[tuple[str, nn.Module]]
     """The pipeline's layers, with their names."""
     buffers = buffers_around(followed)
     in_layers = {id(p) for index in set(followed.order) for p in followed.layers[index].parameters()}
-    followed.ends_early = frozenset(uses.ends.early)
     after = uses.ends.late | uses.ends.early
     used = uses.before.union(after, *uses.between)
     # Parameters that this run did not use may be used by others, with other arguments.
@@ -271,6 +271,11 @@ def parts_of(followed: FollowedModel, uses: Uses) -> list[tuple[str, nn.Module]]
         if id(parameter) not in in_layers and followed.names[id(parameter)] not in used
     }
     parameters = {followed.names[id(p)]: p for p in followed.model.parameters()}
+    # Beside towers, such as the line break between rows of a picture: the outputs may hold what they were used for.
+    in_towers = {id(p) for tower in towers_of(followed.model, followed.layers) for p in tower.parameters()}
+    beside = {name for name in idle if id(parameters[name]) not in in_towers}
+    followed.ends_early = frozenset(uses.ends.early | beside)
+    after = after | beside
     if uses.ends_in_values:
         after, idle = after | idle, set()
     parts: list[tuple[str, nn.Module]] = [("before", Before(followed, uses.before | idle, buffers))]

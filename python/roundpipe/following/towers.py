@@ -95,12 +95,16 @@ class Returned:
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def chosen_by_values(calls: list[Returned]) -> dict[Made, torch.Tensor]:
-    """The tensors among what towers returned that are no numbers to compute with: masks, places, lengths. The forward
-    may choose by their values."""
+def tower_values(calls: list[Returned], chooses: bool = False) -> dict[Made, torch.Tensor]:
+    """The tensors among what towers returned.
+
+    Args:
+        calls: of towers, with values.
+        chooses: only those that are no numbers to compute with: masks, places, lengths. The forward may choose by them.
+    """
     return {
         ("tower", call, index): leaf
         for call, returned in enumerate(calls)
         for index, leaf in enumerate(returned.leaves)
-        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and not leaf.is_complex()
+        if isinstance(leaf, torch.Tensor) and not (chooses and (leaf.is_floating_point() or leaf.is_complex()))
     }

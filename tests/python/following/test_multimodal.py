@@ -6,21 +6,23 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from multimodal_models import MODELS
-from multimodal_trials import LARGEST, TRAINED, cases_of, prepared, trial, tried
+from multimodal_trials import LARGEST, MIXED, TRAINED, batch_of, cases_of, prepared, trial, tried
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.following import language_model
 from roundpipe.following.picture_trial import other_alone
-from roundpipe.following.pictures import picture_splitting
+from roundpipe.following.pictures.splitting import picture_splitting
 from sweeps import mostly_long, sweep
 
 CASES = [(name, case) for name, model in MODELS.items() for case in cases_of(model)]
 SHORT = [
     *[("Gemma 4", "uneven videos"), ("Mistral 3", "uneven pictures"), ("SmolVLM", "uneven pictures")],
-    *[("LFM2-VL", "uneven pictures"), ("Qwen3-VL", "uneven pictures"), ("Qwen2-Audio", "uneven sounds")],
+    *[("LFM2-VL", "uneven pictures"), ("Qwen3-VL", MIXED), ("Qwen2-Audio", "uneven sounds")],
 ]
 
 
@@ -86,3 +88,26 @@ def test_a_cut_that_is_not_confirmed_is_refused(two_devices: None, monkeypatch: 
     batch = MODELS["Qwen2.5-VL"].images([[1], [2]])  # type: ignore[misc]
     with pytest.raises(ValueError, match=r"other values than alone .*position_ids.* num_microbatch=1"):
         wrapped.forward_backward(input_kwargs=batch)
+
+
+@sweep("name, microbatches", MODELS, [1, 3], ids=str, together=1, short=["LLaVA-NeXT", "Qwen3-VL"])
+def test_outputs(name: str, microbatches: int, two_devices: None) -> None:
+    """With one microbatch, the features of pictures are among them; with several, they are left out."""
+    case = cases_of(MODELS[name])[-1]
+    model = prepared(MODELS[name], "all").eval()
+    batch = batch_of(MODELS[name], case)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = model(**batch)
+        wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+        found = wrapped(**batch)
+    if microbatches == 1:
+        theirs, mine = ({name: of[name] for name in of if name != "cache"} for of in (expected, found))
+        assert pytree.tree_structure(mine) == pytree.tree_structure(theirs)
+        pairs = zip(pytree.tree_leaves(mine), pytree.tree_leaves(theirs), strict=True)
+        assert all(one is other or torch.equal(one, other) for one, other in pairs)
+        return
+    assert not {"image_outputs", "video_outputs"} & {key for key, value in found.items() if value is not None}
+    # The positions of padding do not matter, and differ in rows without pictures.
+    counted = batch["labels"] != -100
+    torch.testing.assert_close(found.logits[counted], expected.logits[counted], rtol=0, atol=1e-5)

@@ -475,6 +475,18 @@ def build(model: Multimodal) -> nn.Module:
     made = model.make()
     with torch.no_grad():
         for parameter in made.parameters():
-            if parameter.dim() == 1:
+            # Places of patches that are all the same would hide which patch is which.
+            if parameter.dim() == 1 or bool((parameter == parameter.flatten()[0]).all()):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return made.train()
+
+
+def together(first: Batch, second: Batch) -> Batch:
+    """The rows of one batch after those of another, whose pictures are of another kind."""
+    length = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
+    made = {**first, **second}
+    for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
+        padding = -100 if name == "labels" else 0
+        both = [nn.functional.pad(of[name], (0, length - of[name].shape[1]), value=padding) for of in (first, second)]
+        made[name] = torch.cat(both)
+    return made

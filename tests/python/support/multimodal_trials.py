@@ -12,7 +12,7 @@ import torch
 
 import roundpipe
 from gradients import gradients
-from multimodal_models import MODELS, Batch, Multimodal, Sizes, build
+from multimodal_models import MODELS, Batch, Multimodal, Sizes, build, together
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 
 CASES: dict[str, tuple[str, Sizes]] = {
@@ -24,6 +24,7 @@ CASES: dict[str, tuple[str, Sizes]] = {
     "one sound a row": ("sounds", [[0], [1], [2]]),
     "uneven sounds": ("sounds", [[1, 3], [], [2]]),
 }
+MIXED = "pictures and videos"
 TRAINED = ("all", "adapters")
 LARGEST = 1e-5  # difference of a gradient over several microbatches, as a part of the largest gradient
 
@@ -33,12 +34,17 @@ def cases_of(model: Multimodal) -> list[str]:
     taken = [case for case, (kind, _) in CASES.items() if getattr(model, kind) is not None]
     if model.images is None:
         taken.append("text")
+    if model.videos is not None:
+        taken.append(MIXED)
     # Without a decoder of its own, text is the whole of it; with one, each row has one sound.
     return [case for case in taken if not model.one_each or case == "one sound a row"]
 
 
 def batch_of(model: Multimodal, case: str) -> Batch:
     """The batch of a case."""
+    if case == MIXED:
+        assert model.images is not None and model.videos is not None
+        return together(model.images([[2], [0, 1]]), model.videos([[], [1, 0], [3]]))
     kind, sizes = CASES[case]
     make = getattr(model, kind) or model.images or model.sounds
     made: Batch = make(sizes)

@@ -29,12 +29,15 @@ class Ending:
         share: factor of the microbatch's loss; None: the loss is not scaled.
         router_share: factor of the router's loss in it; None: that loss is not scaled.
         kept: what of the outputs is kept; without the logits, the loss may be computed in chunks.
+        towers: whether what towers return, such as the features of pictures, is kept among the outputs; microbatches
+            have other numbers of these, so that they do not make a whole.
         refuses_loss: there are other microbatches, and nobody knows how a loss of the model would add up over them.
     """
 
     share: float | None = None
     router_share: float | None = None
     kept: Kept = Kept.ALL
+    towers: bool = True
     refuses_loss: bool = False
 
     def of(self, outputs: Any, model: str) -> Any:

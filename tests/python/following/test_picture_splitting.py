@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from roundpipe.following.pictures import picture_splitting
+from roundpipe.following.pictures.splitting import picture_splitting
 
 IMAGE, VIDEO, SOUND = 96, 95, 94
 CONFIG = SimpleNamespace(image_token_id=IMAGE, video_token_id=VIDEO, audio_token_index=SOUND, pad_token_id=0, layer=[1])

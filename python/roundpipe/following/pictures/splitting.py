@@ -1,6 +1,6 @@
 """Cuts a batch of text and pictures by rows: a row's pictures are those that its placeholder tokens stand for.
 
-Videos and sounds are pictures, too. Which argument belongs to what is found from the batch, see `picture_levels.py`.
+Videos and sounds are pictures, too. Which argument belongs to what is found from the batch, see `levels.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roundpipe.data.labels import names_label
-from roundpipe.following.picture_levels import Kind, Level, kinds_in, levels_of, pictures_in_rows
+from roundpipe.following.pictures.levels import Kind, Level, kinds_in, levels_of, pictures_in_rows
 
 Confirm = Callable[[str, list[tuple[int, dict[str, Any]]], dict[str, Any]], None]
 """Is given what was cut, in words, some rows' arguments alone, each with the row's place, and those of these rows
