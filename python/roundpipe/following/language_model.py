@@ -120,6 +120,9 @@ class LanguageModel:
         self._loss_function = _loss_function(inner)
         self._sizes = {id(parameter): parameter.shape for parameter in model.parameters()}
         self._signature = inspect.signature(model.forward)
+        if any(each.kind is each.VAR_POSITIONAL for each in self._signature.parameters.values()):
+            # peft's models hand on what they are called with.
+            self._signature = inspect.signature(inner.forward)
         self._positions = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
         self._confirmed: set[str] = set()  # forms of calls with pictures
         self.chain = nn.Sequential()
@@ -372,7 +375,10 @@ class LanguageModel:
         if reason is None and self._sums_router_loss(arguments) and COEFFICIENT not in vars(self._inner):
             reason = "its router's loss counts once for the batch, and how it is weighted is not known"
         if number == 1 or reason is None:
-            return min(number, len(arguments["input_ids"])) if self.splitting(None, args, kwargs) else number
+            if self.splitting(None, args, kwargs) is None:
+                return number
+            text = arguments.get("input_ids")
+            return min(number, len(arguments["inputs_embeds"] if text is None else text))
         if not is_default:
             raise ValueError(
                 f"[forward] the batch of {self.name} cannot be cut into {number} microbatches: {reason}; set "

@@ -111,3 +111,15 @@ def test_outputs(name: str, microbatches: int, two_devices: None) -> None:
     # The positions of padding do not matter, and differ in rows without pictures.
     counted = batch["labels"] != -100
     torch.testing.assert_close(found.logits[counted], expected.logits[counted], rtol=0, atol=1e-5)
+
+
+def test_tokens_that_are_given_by_place(two_devices: None) -> None:
+    """To a model of peft, whose forward names no argument."""
+    model = prepared(MODELS["Qwen2.5-VL"], "adapters").eval()
+    batch = batch_of(MODELS["Qwen2.5-VL"], "uneven videos")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = model(**batch).loss
+        wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=3))
+        loss = wrapped(batch.pop("input_ids"), **batch).loss
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)

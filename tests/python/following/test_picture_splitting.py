@@ -138,3 +138,11 @@ def test_as_many_pictures_as_rows_and_tokens() -> None:
 def test_what_cannot_be_assigned_is_refused_by_name(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"{message}.*num_microbatch=1"):
         cut(ids([1, *I * 3, 1, *I * 5, 1], [1], [1, *I * 7]), **arguments)
+
+
+def test_pictures_beside_embedded_text_are_refused() -> None:
+    named = {"inputs_embeds": numbered(3, 7, 4), "pixel_values": numbered(3, 5), "second_per_grid_ts": [1.0, 2.0, 3.0]}
+    split = picture_splitting(CONFIG, named, lambda args, kwargs: kwargs)
+    assert split is not None and split((), named, 1) == ([()], [named])
+    with pytest.raises(ValueError, match=r"'second_per_grid_ts' cannot be told apart by rows without input_ids"):
+        split((), named, 3)

@@ -50,8 +50,7 @@ class Kind:
 
     def is_in(self, name: str) -> bool:
         """Whether an argument's name says that it is about this kind."""
-        told = next((stem for stem, words in _WORDS.items() if any(word in name for word in words)), None)
-        return self.stem in name or self.stem == told
+        return self.stem in name or self.stem == kind_told(name)
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,11 @@ class Level:
     what: str
     counts: tuple[int, ...]
     per_row: tuple[int, ...] | None = None
+
+
+def kind_told(name: str) -> str | None:
+    """The kind of picture that an argument is about by its name; None if the name does not tell."""
+    return next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), None)
 
 
 def kinds_in(config: Any, ids: torch.Tensor) -> list[Kind]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from roundpipe.data.labels import names_label
-from roundpipe.following.pictures.levels import Kind, Level, kinds_in, levels_of, pictures_in_rows
+from roundpipe.following.pictures.levels import Kind, Level, kind_told, kinds_in, levels_of, pictures_in_rows
 
 Confirm = Callable[[str, list[tuple[int, dict[str, Any]]], dict[str, Any]], None]
 """Is given what was cut, in words, some rows' arguments alone, each with the row's place, and those of these rows
@@ -38,7 +38,7 @@ def picture_splitting(
     """
     ids = arguments.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.dim() != 2:
-        return None
+        return _without_tokens(arguments)
     positions = arguments.get("position_ids")
     kinds = kinds_in(config, ids)
     if not _about_pictures(config, arguments, ids, kinds) and not (
@@ -61,6 +61,30 @@ def picture_splitting(
                 confirm(cut.form(), [(row, alone[row]) for row in few], together)
         ends = torch.arange(len(ids)).tensor_split(number)
         return [()] * number, cut.parts([(int(part[0]), int(part[-1]) + 1) for part in ends])
+
+    return split
+
+
+def _without_tokens(arguments: Mapping[str, Any]) -> Split | None:
+    """Refuses to cut a call whose text is embedded already, if it has pictures: their tokens are not seen."""
+    embedded = arguments.get("inputs_embeds")
+    if not isinstance(embedded, torch.Tensor):
+        return None
+    rows = len(embedded)
+    others = [name for name, value in arguments.items() if kind_told(name) is not None and _is_counted(value)]
+    of_rows = [name for name in others if isinstance(arguments[name], torch.Tensor) and len(arguments[name]) == rows]
+    if others == of_rows:
+        return None
+
+    def split(
+        args: tuple[Any, ...], kwargs: dict[str, Any], number: int
+    ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+        if number == 1:
+            return [args], [kwargs]
+        raise ValueError(
+            f"[forward] {' and '.join(repr(name) for name in others)} cannot be told apart by rows without input_ids, "
+            "whose tokens say which row has which pictures; set num_microbatch=1, or give split_input a function"
+        )
 
     return split
 
