@@ -509,7 +509,8 @@ class Before(Part):
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         # What a tower returns has a leaf for each picture.
         towers = [(each.tower, len(each.leaves)) for each in returned]
-        key = repr((len(args), sorted(flags.items()), towers, ending.kept, ending.towers))
+        of_towers = (towers, ending.kept, ending.towers) if towers else ()
+        key = repr((len(args), sorted(flags.items()), of_towers))
         known = self.followed.carried.get(key)
         if known is None:
             output, more = self._to_the_end(args, kwargs, returned, chosen), set()

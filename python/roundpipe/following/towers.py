@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def towers_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules with parameters that hold no layer of the model and are in none, in the model's order."""
+    """The outermost modules with parameters that hold no layer of the model and are in none, in the model's order, but
+    for tables of embeddings, which read no values."""
     own = {id(layer) for layer in layers}
     found: dict[int, nn.Module] = {}
 
@@ -30,7 +31,7 @@ def towers_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
                 continue
             if any(id(inner) in own for inner in child.modules()):
                 look(child)
-            elif next(child.parameters(), None) is not None:
+            elif not isinstance(child, nn.Embedding) and next(child.parameters(), None) is not None:
                 found[id(child)] = child
 
     look(model)

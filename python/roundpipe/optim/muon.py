@@ -92,8 +92,8 @@ class Muon(HostStep, _Grouped):
         hyper.use_muon = group.get("use_muon", True)
         if not hyper.use_muon and not self._of_model:
             raise ValueError(
-                "[optim] a group has use_muon off, expected it on: parameters outside of a RoundPipe model need an AdamW "
-                "of their own"
+                "[optim] a group has use_muon off, expected it on: parameters outside of a RoundPipe model need an "
+                "AdamW of their own"
             )
         hyper.beta1, hyper.beta2 = (float(beta) for beta in group.get("betas", _OF_ADAMW["betas"]))
         hyper.momentum = group["momentum"]
