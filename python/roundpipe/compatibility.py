@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from importlib import metadata
+from pathlib import Path
 
 _INSTALL = (
     "install the wheel that was made for this Python and this torch, or build the package here: "
@@ -43,8 +44,23 @@ def _not_built(running: str) -> ImportError:
     )
 
 
+def _refuse_the_other_package() -> None:
+    """Raises ImportError if the published package was installed into the folder of this one."""
+    try:
+        other = metadata.distribution("roundpipe")
+    except metadata.PackageNotFoundError:
+        return
+    if Path(str(other.locate_file("roundpipe"))).resolve() == Path(__file__).resolve().parent:
+        raise ImportError(
+            f"[roundpipe] roundpipe {other.version} of PyPI is installed into the same folder as roundpipe-engine, expected "
+            "one of them, as both are imported by this name; pip uninstall roundpipe roundpipe-engine, then install the one "
+            "that you want, and the other in an environment of its own"
+        )
+
+
 def require_fitting_build() -> None:
     """Raises ImportError if the extension cannot work here; the message gives the found and the expected versions."""
+    _refuse_the_other_package()
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     try:
         import roundpipe._built_with as built_with

@@ -217,3 +217,22 @@ def test_an_environment_of_another_python_s_packages_needs_no_package_index(tmp_
     python = [str(environment / "bin" / "python"), "-P", "-c", code]
     seen = subprocess.run(python, env=offline, capture_output=True, text=True, check=True).stdout.split()
     assert seen == ["theirs", str(ROOT / "python" / "roundpipe" / "__init__.py")]
+
+
+def test_the_published_package_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Both have the folder `roundpipe`; an import takes files of either."""
+    packages = tmp_path / "packages"
+    (packages / "roundpipe").mkdir(parents=True)
+    for name in ("__init__.py", "compatibility.py"):
+        shutil.copy(Path(compatibility.__file__).with_name(name), packages / "roundpipe")
+    told = packages / "roundpipe-0.1.1.dist-info"
+    told.mkdir()
+    (told / "METADATA").write_text("Metadata-Version: 2.1\nName: roundpipe\nVersion: 0.1.1\n")
+    program = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in type(f).__name__]; "
+    program += f"sys.path.insert(0, {str(packages)!r}); import roundpipe"
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
+    said = run([sys.executable, "-c", program]).stderr
+    assert "[roundpipe] roundpipe 0.1.1 of PyPI is installed into the same folder as roundpipe-engine" in said
+    assert "pip uninstall roundpipe roundpipe-engine" in said
+    told.rename(tmp_path / "roundpipe-0.1.1.dist-info")
+    assert "of PyPI" not in run([sys.executable, "-c", program]).stderr
