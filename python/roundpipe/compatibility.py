@@ -52,9 +52,9 @@ def _refuse_the_other_package() -> None:
         return
     if Path(str(other.locate_file("roundpipe"))).resolve() == Path(__file__).resolve().parent:
         raise ImportError(
-            f"[roundpipe] roundpipe {other.version} of PyPI is installed into the same folder as roundpipe-engine, expected "
-            "one of them, as both are imported by this name; pip uninstall roundpipe roundpipe-engine, then install the one "
-            "that you want, and the other in an environment of its own"
+            f"[roundpipe] roundpipe {other.version} of PyPI is installed into the same folder as roundpipe-engine, "
+            "expected one of them, as both are imported by this name; pip uninstall roundpipe roundpipe-engine, then "
+            "install the one that you want, and the other in an environment of its own"
         )
 
 

@@ -228,11 +228,10 @@ def test_the_published_package_in_the_same_folder_is_refused(tmp_path: Path) -> 
     told = packages / "roundpipe-0.1.1.dist-info"
     told.mkdir()
     (told / "METADATA").write_text("Metadata-Version: 2.1\nName: roundpipe\nVersion: 0.1.1\n")
-    program = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'ditable' not in type(f).__name__]; "
-    program += f"sys.path.insert(0, {str(packages)!r}); import roundpipe"
+    program = f"import sys; sys.path.insert(0, {str(packages)!r}); import roundpipe"
     run = functools.partial(subprocess.run, capture_output=True, text=True, check=False, cwd=tmp_path)
-    said = run([sys.executable, "-c", program]).stderr
+    said = run([sys.executable, "-S", "-c", program]).stderr
     assert "[roundpipe] roundpipe 0.1.1 of PyPI is installed into the same folder as roundpipe-engine" in said
     assert "pip uninstall roundpipe roundpipe-engine" in said
     told.rename(tmp_path / "roundpipe-0.1.1.dist-info")
-    assert "of PyPI" not in run([sys.executable, "-c", program]).stderr
+    assert "of PyPI" not in run([sys.executable, "-S", "-c", program]).stderr
