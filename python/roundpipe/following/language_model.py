@@ -361,6 +361,12 @@ class LanguageModel:
             )
         self._confirmed.add(form)
 
+    def rows_of(self, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[int] | None:
+        """The rows of each microbatch by its tokens; None without these."""
+        tokens = [self._named(args, kwargs).get("input_ids") for args, kwargs in calls]
+        rows = [len(each) for each in tokens if isinstance(each, torch.Tensor)]
+        return rows if len(rows) == len(calls) else None
+
     def microbatches(self, number: int, is_default: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of microbatches that a call may be cut into, given that `number` were planned.
 

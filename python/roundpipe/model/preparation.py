@@ -128,7 +128,11 @@ class Preparation:
         elif merges:
             parts = cut_of_own_loss(self.model, parts, config.num_microbatch_is_default, args, kwargs)
         calls, changeable = owned(split_call(args, kwargs, parts, how))
-        rows = microbatch_rows(args, kwargs, calls, how) if has_label else None
+        rows = None
+        if has_label:
+            # Who has cut by pictures knows the rows; the first argument may count pictures.
+            own = followed.rows_of(calls) if followed is not None and how is not config.split_input else None
+            rows = microbatch_rows(args, kwargs, calls, how) if own is None else own
         if followed is not None:
             calls = followed.prepare(calls, loss_only, count)
         return [split(call, is_call=True) for call in calls], changeable, rows

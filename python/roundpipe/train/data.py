@@ -116,6 +116,12 @@ def read_data(
             "tokens are learnt; train on pairs with --task dpo or --task reward, or give other data"
         )
     kind, samples, held = _compared(config.task, found)
+    others = [source.name for source in found.summary.sources if source.format in ("text", "tokens")]
+    if found.summary.pictures and others:
+        raise ValueError(
+            f"[train] {', '.join(others)} has texts or tokens, and other data has pictures, expected conversations "
+            "alone; leave one of them out"
+        )
     if found.summary.pictures and nodes.size > 1:
         raise ValueError("[train] the data has pictures and there are several processes, expected one; train in one")
     if found.summary.pairs and config.tokens_of_step < 2 * config.length and nodes.is_first:

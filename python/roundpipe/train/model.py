@@ -204,6 +204,8 @@ def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
                 f"[train] {base} holds a {stored_kind}, which scores rows, expected a model that writes for --task "
                 f"{config.task}; a reward model goes on with --task reward"
             )
+        if scores and takes_pictures(model_config):
+            raise ValueError(f"[train] {base} takes pictures, expected a model of text alone for --task reward")
         refuse_other_kinds(base, model_config, scores)
         kind = kind_of(model_config, _SCORES if scores else None)
         if scores:

@@ -122,5 +122,7 @@ def test_what_cannot_be_trained_so_is_refused(config: Callable[..., TrainConfig]
         run(config(freeze=["towerr"]), resume=False)
     (tmp_path / "a.txt").write_text("words and words")
     mixed = [str(place / "data" / "shapes.jsonl"), str(tmp_path / "a.txt")]
-    with pytest.raises(ValueError, match="a batch has pictures and samples that are no conversations"):
+    with pytest.raises(
+        ValueError, match="has texts or tokens, and other data has pictures, expected conversations alone"
+    ):
         run(config(data=mixed, out=str(tmp_path / "mixed")), resume=False)

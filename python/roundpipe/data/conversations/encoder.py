@@ -133,6 +133,8 @@ class ChatEncoder:
         for encoded, drafts in drafted:
             try:
                 for draft in drafts:
+                    if self._pictures is not None and not draft.pictures:
+                        self._pictures.refuse_tokens(draft.text)
                     encoded.samples.append(self._with_pictures(draft) if draft.pictures else made[id(draft)])
                     encoded.rendered.append(Rendered(draft.text, draft.pictures))
                     _note(encoded.notes, *draft.notes)

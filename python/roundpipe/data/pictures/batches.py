@@ -11,6 +11,7 @@ from roundpipe.data.batches import Batches
 from roundpipe.data.collate import collate
 from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.samples import Sample, SampleStore
+from roundpipe.data.unusable import UnusableError
 
 _OF_TOKENS = ("input_ids", "attention_mask")
 
@@ -37,7 +38,15 @@ class PictureBatches(Batches):
                     "leave texts and tokens out, or train on them apart"
                 )
             return rows
-        made = self._pictures.batch([sample["text"] for sample in samples], [sample["pictures"] for sample in samples])
+        try:
+            made = self._pictures.batch(
+                [sample["text"] for sample in samples], [sample["pictures"] for sample in samples]
+            )
+        except UnusableError as error:
+            raise ValueError(
+                f"[data] a batch cannot be made: {error.reason}: {error}; expected the pictures where they were when "
+                "the data was prepared, unchanged; put them back, then go on with --resume"
+            ) from error
         if not torch.equal(made["input_ids"].where(rows["attention_mask"] == 1, self._pad_token_id), rows["input_ids"]):
             files = sorted({file for sample in samples for file in sample["pictures"]})
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +31,11 @@ def mark_pictures(messages: Any, record: Mapping[str, Any]) -> tuple[Any, list[A
     Raises:
         UnusableError: there are more places than pictures or fewer, pictures in answers, or videos or sounds.
     """
-    given = _listed(record)
-    if not isinstance(messages, list) or not (given or any(_has_parts(message) for message in messages)):
+    for name, what in (("videos", "a video"), ("audios", "a sound")):
+        if record.get(name):
+            raise UnusableError("broken", f"{what} in a conversation", f"it has {name}, expected pictures")
+    given, has_list = _listed(record), any(name in record for name in _LISTS)
+    if not isinstance(messages, list) or not (has_list or any(_has_parts(message) for message in messages)):
         return messages, []
     left, found, marked = list(given), [], []
     for index, message in enumerate(messages):
@@ -41,7 +45,7 @@ def mark_pictures(messages: Any, record: Mapping[str, Any]) -> tuple[Any, list[A
         content = message.get("content")
         if isinstance(content, str):
             _refuse_mark(content)
-            count = content.count(_WRITTEN) if given else 0
+            count = content.count(_WRITTEN) if has_list else 0
             found += _taken(left, count, index)
             content = content.replace(_WRITTEN, PICTURE) if count else content
         elif isinstance(content, list):
@@ -62,6 +66,11 @@ def mark_pictures(messages: Any, record: Mapping[str, Any]) -> tuple[Any, list[A
     return marked, found
 
 
+def has_pictures(record: Mapping[str, Any]) -> bool:
+    """Whether a record has pictures beside its text."""
+    return bool(_listed(record))
+
+
 def _has_parts(message: Any) -> bool:
     content = message.get("content") if isinstance(message, Mapping) else None
     return isinstance(content, list) and any(
@@ -76,7 +85,17 @@ def _listed(record: Mapping[str, Any]) -> list[Any]:
         raise UnusableError("broken", "images and image", "expected one of them")
     if not values:
         return []
-    return list(values[0]) if isinstance(values[0], list | tuple) else [values[0]]
+    found = _parsed(values[0]) if isinstance(values[0], str) else values[0]
+    return list(found) if isinstance(found, list | tuple) else [found]
+
+
+def _parsed(text: str) -> Any:
+    """The list that a cell of CSV holds as JSON; another text as it is."""
+    try:
+        found = json.loads(text) if text.lstrip().startswith("[") else text
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, list) else text
 
 
 def _taken(left: list[Any], count: int, index: int) -> list[Any]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from roundpipe.data.unusable import UnusableError
 
 _BROKEN = "a picture that cannot be read"
+_OF_PNG = ("1", "I", "I;16", "L", "LA", "P", "RGB", "RGBA")
 
 
 class PictureFiles:
@@ -40,9 +43,12 @@ class PictureFiles:
         if not isinstance(picture, str | Path):
             detail = f"is a {type(picture).__name__}, expected a path, bytes or one of PIL"
             raise UnusableError("broken", _BROKEN, detail)
-        if "://" in str(picture) and not str(picture).startswith("file://"):
+        text = str(picture)
+        if text.startswith("data:") and ";base64," in text:
+            return self.path_of(_decoded(text), beside)
+        if "://" in text and not text.startswith("file://"):
             raise UnusableError("broken", "a picture by its address on a network", f"{picture}: expected a file")
-        path = Path(str(picture).removeprefix("file://"))
+        path = Path(unquote(text.removeprefix("file://")) if text.startswith("file://") else text)
         found = path if path.is_absolute() or beside is None else beside / path
         found = found if found.is_file() or not path.is_file() else path
         if not found.is_file():
@@ -61,7 +67,7 @@ class PictureFiles:
     def _saved(self, picture: Any) -> Path:
         path = self._next(".png")
         try:
-            picture.save(path)
+            (picture if picture.mode in _OF_PNG else picture.convert("RGB")).save(path)
         except (OSError, ValueError) as error:
             raise UnusableError("broken", _BROKEN, str(error)[:120]) from None
         return path
@@ -70,6 +76,13 @@ class PictureFiles:
         self._folder.mkdir(exist_ok=True)
         self._count += 1
         return self._folder / f"{self._count:08}{suffix}"
+
+
+def _decoded(address: str) -> bytes:
+    try:
+        return base64.b64decode(address.partition(",")[2], validate=True)
+    except ValueError as error:
+        raise UnusableError("broken", _BROKEN, str(error)[:120]) from None
 
 
 def read_picture(path: str | Path, name: str = "") -> Any:

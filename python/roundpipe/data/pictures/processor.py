@@ -68,6 +68,14 @@ class PictureProcessor:
             )
         return str(after[begin : begin + added])
 
+    def refuse_tokens(self, text: str) -> None:
+        """Raises UnusableError for a text without pictures that has the tokens which the processor replaces by them."""
+        names = ("image_token", "boi_token")
+        own = [self._written.strip(), *(getattr(self.processor, name, None) for name in names)]
+        if found := next((token for token in own if isinstance(token, str) and token and token in text), None):
+            detail = f"its text has {found}, and it has no picture"
+            raise UnusableError("broken", "the model's token for a picture in a text", detail)
+
     def encode(self, text: str, spans: Spans, pictures: Sequence[str]) -> tuple[list[int], list[bool]]:
         """The tokens of a text with pictures, and which of them are learnt.
 

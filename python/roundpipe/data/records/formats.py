@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roundpipe.data.conversations.conversation import Conversation, calls_of, checked_messages
-from roundpipe.data.pictures.content import mark_pictures
+from roundpipe.data.pictures.content import has_pictures, mark_pictures
 from roundpipe.data.records.options import Format
 from roundpipe.data.records.reading import Record
 from roundpipe.data.samples import IGNORED
@@ -170,6 +170,8 @@ def item_of(record: Record, form: Format) -> Item:
         detail = f"has the members {', '.join(sorted(map(str, value)))}; say which it is by {named}"
         raise UnusableError("broken", reason, detail)
     if form == "text":
+        if has_pictures(value):
+            raise UnusableError("broken", "pictures beside a text", "expected a conversation, such as messages")
         return _text(value["text"], record)
     if form == "tokens":
         return _tokens(value)
@@ -357,7 +359,7 @@ def _pair(value: Mapping[str, Any], where: str) -> Pair:
         raise UnusableError("broken", "chosen and rejected that do not begin alike", "expected the same prompt in both")
     chosen, rejected = (_conversation(end, value, where, shared) for end in ends)
     if chosen.pictures or rejected.pictures:
-        raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
+        raise UnusableError("broken", "pictures where answers are compared", "expected text alone")
     return Pair(chosen, rejected)
 
 
@@ -440,7 +442,7 @@ def _rated(record: Record) -> Graded:
     if not isinstance(talk, Conversation):
         raise UnusableError("broken", "a label without question and answer", "expected prompt and completion")
     if talk.pictures:
-        raise UnusableError("broken", "pictures in answers that are compared", "expected text alone")
+        raise UnusableError("broken", "pictures where answers are compared", "expected text alone")
     return Graded([(talk, is_good)])
 
 

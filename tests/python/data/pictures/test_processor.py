@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,8 @@ def test_pictures_in_every_form_and_broken_ones(pictures: PictureProcessor, tmp_
     good = [
         "a.png", tmp_path / "a.png", f"file://{tmp_path}/a.png", content, {"bytes": content, "path": None},
         {"path": str(tmp_path / "a.png")}, Image.open(tmp_path / "a.png"),
+        Image.open(tmp_path / "a.png").convert("CMYK"),
+        f"data:image/png;base64,{base64.b64encode(content).decode()}",
     ]  # fmt: skip
     bad = ["half.png", "no.png", "missing.png", "https://example.org/a.png", 3, b"x"]
     records = [{"messages": said, "images": [picture]} for picture in [*good, *bad]]
@@ -117,3 +120,30 @@ def test_long_rows_with_pictures_are_left_out(pictures: PictureProcessor, tmp_pa
     assert sum(data.summary.sources[0].overlong.reasons.values()) > 0
     assert all(len(sample["input_ids"]) <= 60 for sample in data.train)
     assert "left out" in str(data.summary)
+
+
+def test_the_token_of_a_picture_in_words_is_broken(pictures: PictureProcessor, tmp_path: Path) -> None:
+    said = [
+        {"role": "user", "content": "what is <start_of_image> or <image> ?"},
+        {"role": "assistant", "content": "a tag"},
+    ]
+    shapes = shape_file(tmp_path / "data", 3)
+    with shapes.open("a") as file:
+        file.write(json.dumps({"messages": said}) + "\n")
+        file.write(json.dumps({"text": "<image>", "images": ["0-0.png"]}) + "\n")
+    data = prepared(pictures, shapes, tmp_path / "out")
+    assert len(data.train) == 3
+    assert data.summary.sources[0].broken.places.keys() == {
+        "the model's token for a picture in a text",
+        "a record without messages",
+    }
+
+
+def test_a_picture_that_is_gone_names_the_batch(pictures: PictureProcessor, tmp_path: Path) -> None:
+    data = prepared(pictures, shape_file(tmp_path / "data", 3), tmp_path / "out")
+    (tmp_path / "data" / "1-0.png").unlink()
+    sizes: dict[str, Any] = {"batch_tokens": 4096, "max_length": 256, "pad_token_id": pictures.tokenizer.pad_token_id}
+    with pytest.raises(
+        ValueError, match=r"a batch cannot be made: a picture that cannot be read: .*1-0\.png.* --resume"
+    ):
+        next(iter(PictureBatches(data.train, pictures=pictures, **sizes)))
