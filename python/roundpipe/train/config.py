@@ -80,8 +80,8 @@ class TrainConfig:
         Task,
         _option(
             _RUN,
-            "sft: the answers. dpo: which answer of a pair is better. kto: good and bad answers. reward: a model that "
-            "scores answers. Of the last three, each sample has a row.",
+            "What is learnt. sft: answers and texts. dpo: which answer of a pair is better. kto: good and bad answers. "
+            "reward: to score answers.",
         ),
     ] = "sft"
     seed: Annotated[int, _shared(_RUN, "seed")] = _OPTIONS["seed"]["default"]
