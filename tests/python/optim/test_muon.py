@@ -18,6 +18,11 @@ from roundpipe.model.memory.budget import BudgetError
 from roundpipe.train.demo.plain_loop import fused_adamw
 from sweeps import sweep
 
+pytestmark = pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
+    reason="torch fuses multiplication and addition only with these",
+)
+
 WIDTH = 32
 MUON = {"lr": 2e-2, "weight_decay": 0.1}
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.8, 0.9), "weight_decay": 0.05}
