@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/Version.h>
 #include <doctest/doctest.h>
 
 #include <roundpipe/optim/dispatch.h>
@@ -49,6 +50,8 @@ void torch_step(const Hyperparameters& h, const at::Tensor& p, const at::Tensor&
 }  // namespace
 
 TEST_CASE("Muon: torch's bits, for wide and tall matrices, other layouts and options") {
+  // torch's kernels for any processor round twice where the others, as ours, fuse a product and a sum.
+  const bool fuses = at::get_cpu_capability() != "DEFAULT";
   at::manual_seed(30);
   ThreadPool pool(2);
   const std::vector<at::Tensor> parameters = {at::randn({96, 160}), at::randn({160, 96}), at::randn({64, 64}),
@@ -69,8 +72,14 @@ TEST_CASE("Muon: torch's bits, for wide and tall matrices, other layouts and opt
         torch_step(hyper, expected, buffer, gradient);
       }
       CHECK(state.scalars.step == 3);
-      CHECK(different_bits(state.tensors[0], buffer) == 0);
-      CHECK(different_bits(weight, expected) == 0);
+      if (fuses) {
+        CHECK(different_bits(state.tensors[0], buffer) == 0);
+        CHECK(different_bits(weight, expected) == 0);
+      } else {
+        CHECK(at::allclose(state.tensors[0], buffer, 1e-5, 1e-6));
+        // A part of a step of 0.02 by the last bit of the bf16 that it is computed in.
+        CHECK(at::allclose(weight, expected, 0, 1e-3));
+      }
     }
   }
 }
