@@ -123,6 +123,18 @@ class BalancedSplit:
         """For `RoundPipeRunConfig.split_label`: cuts a tensor, or a tree of tensors, to the same rows and columns."""
         return [self.of_rows(label, rows) for rows in self.parts(n)]
 
+    def config(self, num_microbatch: int | None = None, **more: Any) -> RoundPipeRunConfig:
+        """The options of a call whose arguments and label are cut so.
+
+        Args:
+            num_microbatch: number of microbatches, at most as many as there can be. None: devices + 1.
+            **more: other options.
+        """
+        from roundpipe.model.call.run_config import RoundPipeRunConfig
+
+        number = microbatch_count(self.most, num_microbatch)
+        return RoundPipeRunConfig(num_microbatch=number, split_input=self.inputs, split_label=self.labels, **more)
+
     def of_rows(self, tree: Any, rows: list[int]) -> Any:
         """A tree of tensors, each with these rows of the batch, trimmed to the longest of them."""
         batch, tokens = self._shape
@@ -164,12 +176,17 @@ def balanced_config(batch: Mapping[str, Any], num_microbatch: int | None = None)
     Raises:
         ValueError: there are neither attention_mask nor labels.
     """
-    from roundpipe.device.pool import devices
     from roundpipe.model.call.run_config import RoundPipeRunConfig
 
     rows = _kept(batch, "balanced_config").shape[0]
-    wanted = len(devices()) + 1 if num_microbatch is None else num_microbatch
-    return RoundPipeRunConfig(num_microbatch=min(wanted, rows), split_input=split_balanced)
+    return RoundPipeRunConfig(num_microbatch=microbatch_count(rows, num_microbatch), split_input=split_balanced)
+
+
+def microbatch_count(most: int, num_microbatch: int | None = None) -> int:
+    """The number of microbatches of a batch that can be cut into so many; None asks for devices + 1."""
+    from roundpipe.device.pool import devices
+
+    return min(len(devices()) + 1 if num_microbatch is None else num_microbatch, most)
 
 
 def rows_of_part(batch: Mapping[str, Any], part: int, parts: int, group: int = 1) -> dict[str, Any] | None:

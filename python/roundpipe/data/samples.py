@@ -34,6 +34,21 @@ class SampleStore(Sequence[Sample]):
     Each has a label that counts.
     """
 
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"[data] sample {index} of {len(self)}")
+        return self.sample(index % len(self))
+
+    @abstractmethod
+    def sample(self, number: int) -> Sample:
+        """The sample with this number, from 0."""
+
     @property
     @abstractmethod
     def longest(self) -> int:
@@ -81,12 +96,8 @@ class SamplesInMemory(SampleStore):
     def __len__(self) -> int:
         return len(self._samples)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        return self._samples[index]
+    def sample(self, number: int) -> Sample:
+        return self._samples[number]
 
     def lengths(self, numbers: Numbers) -> Numbers:
         lengths: Numbers = self._lengths[numbers]

@@ -349,9 +349,11 @@ class TrainConfig:
 
     def _shared_values(self) -> dict[str, Any]:
         """The options that `roundpipe-train` has as well; those that are not given are None."""
+        from roundpipe import _core
+
         values = {name: None if getattr(self, name) == "" else getattr(self, name) for name in _OPTIONS}
         if self.task in ("dpo", "kto") and self.learning_rate is None:
-            values["learning_rate"] = _RATES[bool(self.lora or self.dora or self.adapter)]
+            values["learning_rate"] = _RATES[_core.trains_adapters(values)]
         return values
 
 

@@ -26,7 +26,7 @@ from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.interface.progress import duration
-from roundpipe.train.model import base_of_adapter, has_pictures, meta_model, rule_of, tokenizer_of
+from roundpipe.train.model import has_pictures, meta_model, rule_of, tokenizer_of, weights_of
 from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 from roundpipe.train.tasks.samples import PAIR
@@ -158,9 +158,13 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
 
 
 def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShapes:
-    name = base_of_adapter(config.adapter) if config.adapter else config.model
     return measure_shapes(
-        meta_model(config, causal=True), config.length, Path(name).name, rows, chunk_logit_bytes, config.arithmetic
+        meta_model(config, causal=True),
+        config.length,
+        Path(weights_of(config)).name,
+        rows,
+        chunk_logit_bytes,
+        config.arithmetic,
     )
 
 

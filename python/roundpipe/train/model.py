@@ -81,6 +81,11 @@ def base_of_adapter(folder: str) -> str:
     return str(base)
 
 
+def weights_of(config: TrainConfig) -> str:
+    """Where the weights of the whole model are; see `base_of_adapter`."""
+    return base_of_adapter(config.adapter) if config.adapter else config.model
+
+
 def _config_of_adapter(folder: str) -> Any:
     peft = _peft("adapters")
     with _told(f"the {_OF_AN_ADAPTER} of {folder} cannot be read", "one that PEFT wrote"):
@@ -155,7 +160,7 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
             for the model and its optimizer.
     """
     model = meta_model(config)
-    base = Path(base_of_adapter(config.adapter) if config.adapter else config.model)
+    base = Path(weights_of(config))
     if base.is_dir():
         check_files(base, not config.trains_adapters, _SCORES if config.task == "reward" else None)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -183,9 +188,9 @@ def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:
             trained.
     """
     base_of(config)  # names what is not there before transformers does
-    base, adapters = config.model, lora_of(config) if config.trains_adapters and not config.adapter else None
+    base, adapters = weights_of(config), lora_of(config) if config.trains_adapters and not config.adapter else None
     if config.adapter:
-        base, adapters = base_of_adapter(config.adapter), _config_of_adapter(config.adapter)
+        adapters = _config_of_adapter(config.adapter)
         adapters.inference_mode = False  # a saved adapter is frozen
         kind_of_task = str(getattr(adapters.task_type, "value", adapters.task_type))
         if kind_of_task in ("CAUSAL_LM", "SEQ_CLS") and (kind_of_task == "SEQ_CLS") != (config.task == "reward"):
@@ -237,7 +242,7 @@ def has_pictures(config: TrainConfig) -> bool:
     Raises:
         ValueError: its config cannot be read.
     """
-    base = base_of_adapter(config.adapter) if config.adapter else config.model
+    base = weights_of(config)
     with _told(f"the config of {base} cannot be read", "the config.json of a language model of transformers"):
         takes = takes_pictures(AutoConfig.from_pretrained(base))
     return takes and (not Path(base).is_dir() or any((Path(base) / name).exists() for name in _OF_PROCESSORS))
@@ -251,7 +256,7 @@ def pictures_of(config: TrainConfig, tokenizer: Any) -> PictureProcessor | None:
     """
     if not has_pictures(config):
         return None
-    base = base_of_adapter(config.adapter) if config.adapter else config.model
+    base = weights_of(config)
     with _told(f"the processor of {base} cannot be read", "the files that its save_pretrained writes"):
         from transformers import AutoProcessor
 

@@ -18,7 +18,7 @@ from roundpipe.train.nodes import RunNodes
 from roundpipe.train.run_folder import DATA_FOLDER
 
 _BEGIN, _END = "\u27e6", "\u27e7"
-_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")  # as of a picture
+_REPEATED = re.compile(r"(<[^<>\s]+>)(?: ?\1){3,}")  # as of a picture
 _BOLD, _PLAIN = "\x1b[1;32m", "\x1b[0m"
 
 
@@ -31,7 +31,7 @@ def marked(pieces: Iterable[tuple[str, bool]]) -> str:
 
 
 def _counted(found: re.Match[str]) -> str:
-    return f"{found[1]} x {len(found[0]) // len(found[1])}"
+    return f"{found[1]} x {found[0].count(found[1])}"
 
 
 def show(config: TrainConfig, count: int, say: Callable[[str], None]) -> None:

@@ -13,6 +13,7 @@
 #include <roundpipe/optim/thread_pool.h>
 
 #include "bits.h"
+#include "same_bits_everywhere.h"
 
 using namespace roundpipe::optim;
 
@@ -81,31 +82,5 @@ TEST_CASE("Adafactor: follows the formula for vectors, matrices, batches and oth
 
 TEST_CASE("Adafactor: the same bits for every instruction set, number of threads and form of weights") {
   at::manual_seed(11);
-  const Hyperparameters hyper = some_hyper();
-  const at::Tensor initial = at::randn({700, 300});
-  const at::Tensor gradient = at::randn({700, 300}, at::kBFloat16);
-  at::Tensor expected;
-  for (const std::string& set : instruction_sets()) {
-    set_instruction_set(set);
-    for (const int threads : {1, 3}) {
-      ThreadPool pool(threads);
-      const at::Tensor weight = initial.clone();
-      const at::Tensor upper = at::empty({700, 300}, at::kBFloat16);
-      const at::Tensor remainder = at::empty({700, 300}, at::kShort);
-      split(initial, upper, remainder, pool);
-      ParameterState state = make_state(kAdafactor, hyper, MomentFormat::kFloat32, weight);
-      ParameterState split_state = make_state(kAdafactor, hyper, MomentFormat::kFloat32, weight);
-      for (int step = 0; step < 3; ++step) {
-        update(kAdafactor, hyper, MomentFormat::kFloat32, state, {weight, weight, {}, {}}, gradient, {0.5F, 0.7F},
-               pool);
-        update(kAdafactor, hyper, MomentFormat::kFloat32, split_state, {upper, upper, remainder, {}}, gradient,
-               {0.5F, 0.7F}, pool);
-      }
-      const at::Tensor joined = at::empty({700, 300});
-      join(upper, remainder, joined, pool);
-      if (!expected.defined()) expected = weight;
-      CHECK(different_bits(weight, expected) == 0);
-      CHECK(different_bits(joined, expected) == 0);
-    }
-  }
+  check_same_bits_everywhere(kAdafactor, some_hyper(), at::randn({700, 300}));
 }

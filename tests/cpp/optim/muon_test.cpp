@@ -15,6 +15,7 @@
 #include <roundpipe/optim/thread_pool.h>
 
 #include "bits.h"
+#include "same_bits_everywhere.h"
 
 using namespace roundpipe::optim;
 
@@ -102,31 +103,7 @@ TEST_CASE("Muon: each matrix of a stack is stepped as alone") {
 
 TEST_CASE("Muon: the same bits for every instruction set, number of threads and form of weights") {
   at::manual_seed(32);
-  const Hyperparameters hyper = muon_hyper();
-  const at::Tensor initial = at::randn({300, 700});
-  const at::Tensor gradient = at::randn({300, 700}, at::kBFloat16);
-  at::Tensor expected;
-  for (const std::string& set : instruction_sets()) {
-    set_instruction_set(set);
-    for (const int threads : {1, 3}) {
-      ThreadPool pool(threads);
-      const at::Tensor weight = initial.clone();
-      const at::Tensor upper = at::empty({300, 700}, at::kBFloat16);
-      const at::Tensor remainder = at::empty({300, 700}, at::kShort);
-      split(initial, upper, remainder, pool);
-      ParameterState state = make_state(kMuon, hyper, kFp32Moments, weight);
-      ParameterState split_state = make_state(kMuon, hyper, kFp32Moments, weight);
-      for (int step = 0; step < 3; ++step) {
-        update(kMuon, hyper, kFp32Moments, state, {weight, weight, {}, {}}, gradient, {0.5F, 0.7F}, pool);
-        update(kMuon, hyper, kFp32Moments, split_state, {upper, upper, remainder, {}}, gradient, {0.5F, 0.7F}, pool);
-      }
-      const at::Tensor joined = at::empty({300, 700});
-      join(upper, remainder, joined, pool);
-      if (!expected.defined()) expected = weight;
-      CHECK(different_bits(weight, expected) == 0);
-      CHECK(different_bits(joined, expected) == 0);
-    }
-  }
+  check_same_bits_everywhere(kMuon, muon_hyper(), at::randn({300, 700}));
 }
 
 TEST_CASE("Muon: the new weights may take the memory of the gradient; what is not finite shows") {

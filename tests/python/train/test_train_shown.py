@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from roundpipe.cli import app
+from roundpipe.train.shown import marked
 from tiny_chat import chat_file, model_folder
 
 
@@ -43,3 +44,9 @@ def test_a_run_begins_with_a_sample(place: Path, tmp_path: Path) -> None:
     text = said(place, "--out", str(tmp_path / "run"), "--steps", "1", "--devices", "virtual:1", "--samples", "0")
     first = f"a sample ({place / 'chat.jsonl'}:1), what is learnt is marked:\n{SAMPLE}"
     assert first in text and text.index(first) < text.index("step 1/1")
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_tokens_of_a_picture_are_counted(space: str) -> None:
+    repeated = space.join(["<image>"] * 16)
+    assert marked([(f"a {repeated} b <i><i>", False)]) == "a <image> x 16 b <i><i>"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import overload
 
 import numpy as np
 
@@ -65,16 +64,8 @@ class _View(SampleStore):
     def identity(self) -> str:
         return self._identity
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"[data] sample {index} of {len(self)}")
-        return self._files.sample(int(self._numbers(np.array([index % len(self)]))[0]))
+    def sample(self, number: int) -> Sample:
+        return self._files.sample(int(self._numbers(np.array([number]))[0]))
 
     def lengths(self, numbers: Numbers) -> Numbers:
         return self._files.lengths(self._numbers(numbers))

@@ -11,9 +11,10 @@ import torch
 from torch.nn import functional as F
 
 import roundpipe
+from roundpipe.data.balance import BalancedSplit, microbatch_count
 from roundpipe.following.layers.evaluation_mode import evaluation_mode
 from roundpipe.model.losses.loss_arguments import TOKEN_LOSSES
-from roundpipe.train.tasks.objective import Begun, Nodes, Told, cut, cut_config, of_all
+from roundpipe.train.tasks.objective import Begun, Nodes, Told, of_all
 from roundpipe.train.tasks.samples import PAIR
 
 Label = dict[str, torch.Tensor]
@@ -96,7 +97,7 @@ class Answers:
         if rows is None:
             return None
         kwargs, label = self._parted(rows)
-        split, parts = cut(kwargs, self._options.microbatches, self.group)
+        cut = self._split(kwargs).config(self._options.microbatches)
         # The gradients of nodes are averaged.
         share = self._nodes.size / of_batch
 
@@ -106,9 +107,7 @@ class Answers:
             total = losses.detach().sum()
             return [part if scaler is None else scaler.scale(part), total, right.sum().to(total.dtype)]
 
-        pending = self._model.submit(
-            input_kwargs=kwargs, label=label, loss_fn=loss_fn, run_config=cut_config(split, parts)
-        )
+        pending = self._model.submit(input_kwargs=kwargs, label=label, loss_fn=loss_fn, run_config=cut)
         return _BegunAnswers(pending, len(kwargs["input_ids"]) // self.group)
 
     def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
@@ -132,18 +131,21 @@ class Answers:
     def values(self, rows: dict[str, Any]) -> torch.Tensor:
         """`value_of_rows` of a batch's rows, in evaluation mode and without gradients, on the host."""
         kwargs, _ = self._parted(rows)
-        split, parts = cut(kwargs, None, self.group)
+        split = self._split(kwargs)
 
         def merged(outputs: list[Any]) -> torch.Tensor:
             return torch.cat([self.value_of_rows(output) for output in outputs])
 
         calls = self._model.calls  # which key the random numbers of steps; these do not count
         with evaluation_mode(self._model), torch.no_grad():
-            config = cut_config(split, parts, merge_output=merged)
+            config = split.config(merge_output=merged)
             found = self._model(**kwargs, roundpipe_run_config=config, roundpipe_loss_only=True).cpu()
         self._model.calls = calls
-        order = torch.tensor([row for part in split.parts(parts) for row in part])
+        order = torch.tensor([row for part in split.parts(microbatch_count(split.most)) for row in part])
         return torch.empty_like(found).index_copy_(0, order, found)
+
+    def _split(self, kwargs: dict[str, Any]) -> BalancedSplit:
+        return BalancedSplit(kwargs["attention_mask"], group=self.group)
 
     def _parted(self, rows: dict[str, Any]) -> tuple[dict[str, Any], Label]:
         kwargs = {name: rows[name] for name in self.names}

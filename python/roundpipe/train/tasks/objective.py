@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import roundpipe
 from roundpipe import RoundPipeRunConfig
-from roundpipe.data.balance import BalancedSplit, balanced_config
+from roundpipe.data.balance import balanced_config, microbatch_count
 from roundpipe.data.collate import count_label_tokens
 from roundpipe.huggingface.evaluation import held_out_sum
 from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
@@ -91,44 +91,30 @@ class NextTokens:
         rows = self._nodes.rows_of(batch)
         if rows is None:
             return None
-        cut = balanced_config(rows, self._microbatches)
         loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
-        pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=cut)
+        pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=self._cut(rows))
         return _BegunTokens(pending, count_label_tokens(rows["labels"]))
 
     def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
         parts = (self._nodes.rows_of(batch) for batch in batches)
-        total, tokens = held_out_sum(self._model, (part for part in parts if part is not None))
+        rows = (part for part in parts if part is not None)
+        total, tokens = held_out_sum(self._model, rows, self._cut_held_out)
         return Told(total / tokens if tokens else 0.0, tokens)
+
+    def _cut(self, rows: Mapping[str, Any]) -> RoundPipeRunConfig:
+        return balanced_config(rows, self._microbatches)
+
+    def _cut_held_out(self, rows: Mapping[str, Any]) -> RoundPipeRunConfig:
+        return balanced_config(rows)
 
 
 class TokensOfPictures(NextTokens):
     """The same of batches with pictures, which the model cuts itself, as it knows whose they are."""
 
-    def begin(self, batch: dict[str, Any], scaler: roundpipe.GradScaler | None) -> Begun | None:
-        loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
-        pending = self._model.submit(input_kwargs=batch, loss_fn=loss_fn, run_config=self._cut(batch))
-        return _BegunTokens(pending, count_label_tokens(batch["labels"]))
+    def _cut(self, rows: Mapping[str, Any]) -> RoundPipeRunConfig:
+        return RoundPipeRunConfig(num_microbatch=microbatch_count(len(rows["input_ids"]), self._microbatches))
 
-    def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
-        total, tokens = held_out_sum(self._model, batches, self._cut)
-        return Told(total / tokens if tokens else 0.0, tokens)
-
-    def _cut(self, batch: Mapping[str, Any]) -> RoundPipeRunConfig:
-        wanted = len(roundpipe.devices()) + 1 if self._microbatches is None else self._microbatches
-        return RoundPipeRunConfig(num_microbatch=min(wanted, len(batch["input_ids"])))
-
-
-def cut(rows: dict[str, Any], microbatches: int | None, group: int) -> tuple[BalancedSplit, int]:
-    """How rows are cut into microbatches of even token counts, and into how many; a group of rows stays together."""
-    split = BalancedSplit(rows["attention_mask"], group=group)
-    wanted = len(roundpipe.devices()) + 1 if microbatches is None else microbatches
-    return split, min(wanted, split.most)
-
-
-def cut_config(split: BalancedSplit, parts: int, **more: Any) -> RoundPipeRunConfig:
-    """The options of a call with a label beside its arguments that is cut so."""
-    return RoundPipeRunConfig(num_microbatch=parts, split_input=split.inputs, split_label=split.labels, **more)
+    _cut_held_out = _cut
 
 
 def of_all(parts: Iterable[Sequence[Any]]) -> Told:

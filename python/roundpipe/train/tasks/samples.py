@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -30,7 +30,7 @@ class ComparedSamples(SampleStore):
     """
 
     def __init__(self, samples: SampleStore) -> None:
-        self._samples = samples
+        self._samples, self._once = samples, False
         self.reference: torch.Tensor | None = None
 
     @property
@@ -44,63 +44,32 @@ class ComparedSamples(SampleStore):
     def __len__(self) -> int:
         return len(self._samples)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        if isinstance(index, slice):
-            return [self[each] for each in range(*index.indices(len(self)))]
-        reference = {} if self.reference is None else {"reference": self.reference[index]}
-        return {**self._made(index), **reference}
+    def sample(self, number: int) -> Sample:
+        reference = {} if self.reference is None else {"reference": self.reference[number]}
+        return {**self._made(number), **reference}
 
     def lengths(self, numbers: Numbers) -> Numbers:
         return self._samples.lengths(numbers)
 
     def order(self, epoch: int, seed: int | None) -> Order:
-        return self._samples.order(epoch, seed)
+        return InOrder(len(self)) if self._once else self._samples.order(epoch, seed)
 
     def once(self) -> ComparedSamples:
         """The same samples, each once in an epoch and in their order, however often an epoch of these has them."""
         copied = copy.copy(self)
-        copied._samples = _Once(self._samples)
+        copied._once = True
         return copied
 
     @abstractmethod
-    def _made(self, index: int) -> Sample:
+    def _made(self, number: int) -> Sample:
         """A sample without what the reference makes of it."""
-
-
-class _Once(SampleStore):
-    def __init__(self, samples: SampleStore) -> None:
-        self._samples = samples
-
-    @property
-    def longest(self) -> int:
-        return self._samples.longest
-
-    @property
-    def identity(self) -> str:
-        return self._samples.identity
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._samples[index]
-
-    def lengths(self, numbers: Numbers) -> Numbers:
-        return self._samples.lengths(numbers)
-
-    def order(self, epoch: int, seed: int | None) -> Order:
-        return InOrder(len(self))
 
 
 class PairSamples(ComparedSamples):
     """Pairs, each with `chosen` and `rejected`."""
 
-    def _made(self, index: int) -> Sample:
-        return self._samples[index]
+    def _made(self, number: int) -> Sample:
+        return self._samples[number]
 
 
 class RatedSamples(ComparedSamples):
@@ -115,10 +84,10 @@ class RatedSamples(ComparedSamples):
         super().__init__(samples)
         self._answers = samples if answers is None else answers
 
-    def _made(self, index: int) -> Sample:
+    def _made(self, number: int) -> Sample:
         # The next sample may be the other answer of a pair.
         further = min(2, len(self._answers) - 1)
-        sample, other = self._samples[index], self._answers[(index + further) % len(self._answers)]
+        sample, other = self._samples[number], self._answers[(number + further) % len(self._answers)]
         return {**sample, "other": _answered(sample, other, self.longest)}
 
 
