@@ -6,7 +6,7 @@ import enum
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -294,15 +294,22 @@ class Skeleton:
         """The stand-in for a module of the model."""
         return self._tree.of(original)
 
-    def refresh(self) -> None:
-        """Takes over what was changed on the model's modules since the last run; what was set on the stand-ins goes."""
+    def run(
+        self,
+        run: Run,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: AbstractContextManager[None] | None = None,
+    ) -> Any:
+        """Runs the forward, within `setting`, which may set attributes of the stand-ins: before it is entered, these
+        take over what was changed on the model's modules."""
         if self._tree.refresh():
             self.templates.clear()
             self._answer()
+        with setting or nullcontext():
+            return self._run_forward(run, args, kwargs)
 
-    def run(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the forward."""
-        self.refresh()
+    def _run_forward(self, run: Run, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._run = run
         given = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor)
         self._be_on(next((tensor.device for tensor in given), self._device))
@@ -638,17 +645,22 @@ class After(Part):
         program, values, _, _ = state
         args, kwargs = program.inputs.join(values, {})
         skeleton = self.skeleton()
-        skeleton.refresh()
-        of_tokens = program.ending.kept is Kept.TOKEN_LOSSES
-        postpones = self._postpones(values, program)
-        with_loss = self._with_loss(skeleton, postpones, of_tokens) if postpones or of_tokens else nullcontext()
-        with with_loss, self._sharing_router_loss(skeleton, program.ending.router_share):
-            outputs = skeleton.run(ReplayingRun(self.followed, state), args, kwargs)
+        run = ReplayingRun(self.followed, state)
+        outputs = skeleton.run(run, args, kwargs, self._losses(skeleton, values, program))
         if not program.ending.towers:
             outputs = without_towers(outputs)
         outputs = program.ending.of(outputs, type(self.followed.language_model).__name__)
         check_real(outputs)
         return outputs
+
+    @contextmanager
+    def _losses(self, skeleton: Skeleton, values: NumberedValues, program: Program) -> Iterator[None]:
+        """Within the block, losses are computed as the program's ending asks."""
+        of_tokens = program.ending.kept is Kept.TOKEN_LOSSES
+        postpones = self._postpones(values, program)
+        with_loss = self._with_loss(skeleton, postpones, of_tokens) if postpones or of_tokens else nullcontext()
+        with with_loss, self._sharing_router_loss(skeleton, program.ending.router_share):
+            yield
 
     @contextmanager
     def _sharing_router_loss(self, skeleton: Skeleton, share: float | None) -> Iterator[None]:

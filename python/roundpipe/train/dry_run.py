@@ -13,6 +13,7 @@ import torch
 
 import roundpipe
 from roundpipe import _core
+from roundpipe.data.balance import microbatch_count
 from roundpipe.model.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.model.memory.host import free_host_bytes
 from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
@@ -127,7 +128,7 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     pool = roundpipe.devices()
     group = PAIR if config.task in ("dpo", "reward") else 1  # rows that stay together
     groups = max(1, config.tokens_of_step // (group * config.length))
-    microbatches = min(config.microbatches or len(pool) + 1, groups)
+    microbatches = microbatch_count(groups, config.microbatches)
     rows = group * math.ceil(groups / microbatches)
     device = torch.device(pool.torch_devices[0])
     shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)))

@@ -262,8 +262,6 @@ def pictures_of(config: TrainConfig, tokenizer: Any) -> PictureProcessor | None:
 
         like: Any = AutoProcessor  # has no types
         processor = like.from_pretrained(base)
-    if not tokenizer.chat_template:
-        tokenizer.chat_template = getattr(processor, "chat_template", None)
     processor.tokenizer = tokenizer
     return PictureProcessor(processor)
 
