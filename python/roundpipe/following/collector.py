@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +46,11 @@ def since(before: dict[str, int]) -> dict[str, tuple[Any, ...]]:
     return {key: tuple(collecting[key][count:]) for key, count in before.items()}
 
 
+def hidden_states_in(collected: Iterable[dict[str, tuple[Any, ...]]]) -> int:
+    """The number of hidden states among the values that calls have collected."""
+    return sum(len(values.get("hidden_states", ())) for values in collected)
+
+
 def add(found: dict[str, tuple[Any, ...]]) -> None:
     """Adds the values that a layer call has collected to this thread's collector."""
     collecting = _active.get()
@@ -55,22 +60,30 @@ def add(found: dict[str, tuple[Any, ...]]) -> None:
         collecting[key].extend(values)
 
 
+def selected() -> frozenset[int] | None:
+    """The hidden states that this thread collects, by their numbers; None: all."""
+    selection = (_active.get() or {}).get(_SELECTION)
+    return None if selection is None else frozenset(selection)
+
+
 @contextmanager
-def collecting(wanted: tuple[str, ...], first: bool) -> Iterator[Callable[[], dict[str, tuple[Any, ...]]]]:
+def collecting(
+    wanted: tuple[str, ...], selection: frozenset[int] | None, before: int
+) -> Iterator[Callable[[], dict[str, tuple[Any, ...]]]]:
     """Collects under the keys `wanted` within the block.
 
     Args:
         wanted: keys.
-        first: whether this is the first call that collects into one place; it also collects its own input.
+        selection: see `selected`.
+        before: the number of hidden states that earlier calls have collected into the same place. The first of these
+            calls also collects its own input: only it has 0.
     """
     if not wanted:
         yield dict
         return
-    # A non-empty list keeps the hooks from taking this layer's input for the first layer's.
-    before = [] if first else [None]
-    active: dict[str, list[Any]] = {key: list(before) for key in wanted if key != _SELECTION}
-    token = _active.set(active)
+    active: dict[str, Any] = {key: [None] * before for key in wanted if key != _SELECTION}
+    token = _active.set(active if selection is None else {**active, _SELECTION: selection})
     try:
-        yield lambda: {key: tuple(values[len(before) :]) for key, values in active.items()}
+        yield lambda: {key: tuple(values[before:]) for key, values in active.items()}
     finally:
         _active.reset(token)

@@ -23,7 +23,8 @@ from roundpipe.following.rotary import LongRows
 from roundpipe.following.sample_batches import sample_batches
 from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
 from roundpipe.following.token_wise import ChunkTokens
-from roundpipe.following.verification import Found, try_training, verify
+from roundpipe.following.tower_layers import cut_towers, tower_parts
+from roundpipe.following.verification import Found, place_of_before, try_training, verify
 from roundpipe.model.call.loss_function import LossScaler, OwnLoss
 from roundpipe.model.losses.ending import Ending, Kept, loss_in
 from roundpipe.model.losses.loss_arguments import (
@@ -78,7 +79,7 @@ def transformers_model_in(model: nn.Module) -> PreTrainedModel | None:
 class LanguageModel:
     """A followed model: a causal language model, or any other transformers model.
 
-    The model's own forward runs. The first layer of the chain runs it until it calls the first of the model's own
+    The model's own forward runs. The part before the layers runs it until it calls the first of the model's own
     layers. The last layer of the chain runs it with the layers' real results as answers to its calls. Operations
     between two of its layers are recorded when the first part runs, and repeated after each layer.
 
@@ -156,7 +157,12 @@ class LanguageModel:
                 raise CannotFollow(
                     f"its end reads values that random numbers made before its layers ({uses.ends.drawn})"
                 )
-            for name, part in parts_of(followed, uses):
+            parts = parts_of(followed, uses)  # says which modules are no towers
+            towers = cut_towers(followed)
+            if towers:
+                ends = {tower.number: tower.after for tower in towers}
+                parts = [*tower_parts(followed, towers), *parts_of(followed, uses, ends)]
+            for name, part in parts:
                 self.chain.add_module(name, part)
             if not self.is_causal:
                 try_training(followed, batch)
@@ -219,6 +225,11 @@ class LanguageModel:
     def keep_chunk_logit_bytes(self, number: int) -> None:
         """Chunks of the loss have so many bytes from now on, on any device."""
         self._followed.chunk_logit_bytes = number
+
+    @property
+    def before(self) -> nn.Module:
+        """The part before the model's own layers."""
+        return self.chain[place_of_before(self.chain)]
 
     @property
     def cuts_by_rows(self) -> bool:
@@ -352,7 +363,7 @@ class LanguageModel:
         """Tries the first batch of each form with pictures, as `picture_splitting` cuts it."""
         if form in self._confirmed:
             return
-        reason = other_alone(self._model, self.chain[0], together, alone)
+        reason = other_alone(self._model, self.chain, together, alone)
         if reason is not None:
             raise ValueError(
                 f"[forward] the batch of {self.name} cannot be cut into microbatches: beside other rows, a row with "

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following import collector
-from roundpipe.following.call_shapes import OutputShape, hidden_states
+from roundpipe.following.call_shapes import Arguments, OutputShape, hidden_states
 from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.placeholder import (
     CannotFollow,
@@ -53,6 +53,8 @@ Shared = dict[int, dict[Any, Any]]
 """The contents of the mappings that layers share, by number."""
 PartState = tuple[Program, NumberedValues, Shared, Collected]
 """The input of each part but the first one, and the output of each but the last one."""
+TowerCall = tuple[int, PartState]
+"""A call of a tower that is cut into layers: the tower's number, and the state between the tower's parts."""
 
 
 class Over(BaseException):
@@ -100,6 +102,14 @@ class FollowedModel:
     rotary: LongRows | None = None
     calls_alike: Callable[[], bool] | None = None
 
+    def towers(self) -> list[nn.Module]:
+        """The modules that its forward may call before its layers, and not a second time at its end."""
+        return [
+            module
+            for module in towers_of(self.model, self.layers)
+            if not any(self.names[id(p)] in self.ends_early for p in module.parameters())
+        ]
+
 
 class _NoHooks(OrderedDict[int, Any]):
     """The hooks of a layer's modules as the model's forward sees them: none, and none can be added."""
@@ -135,14 +145,40 @@ class _Repeats:
         return self._returned[call].again(call, self._values, placeholder)
 
 
+class CutCalls:
+    """The calls of towers whose layers have run.
+
+    Args:
+        towers: the parts after their layers, by number.
+        calls: the calls, in order.
+    """
+
+    def __init__(self, towers: dict[int, nn.Module], calls: list[TowerCall]) -> None:
+        self.towers = towers
+        self.are_any = bool(calls)
+        self._calls = iter(calls)
+
+    def output(self, number: int) -> Any:
+        """What the next call of the tower returns."""
+        begun, state = next(self._calls, (None, None))
+        if begun != number:
+            raise CannotFollow(
+                "its forward calls a tower that is cut into layers with what another call of a tower returned, such as "
+                "pictures and videos in one microbatch; give them in batches of their own"
+            )
+        return self.towers[number](state)
+
+
 class Run:
     """One run of a skeleton's forward; `called` answers in place of the layers.
 
     Attributes:
         returned: of each call of a tower before the first layer, in order, unless this run repeats another.
+        cut: ends the calls of towers that are cut into layers.
     """
 
     recorder: Recorder
+    cut: CutCalls | None = None
     _repeats: _Repeats | None = None
 
     def __init__(self) -> None:
@@ -151,11 +187,11 @@ class Run:
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def tower(self, number: int, forward: Callable[[], Any], device: torch.device) -> Any:
+    def tower(self, number: int, forward: Callable[[], Any], arguments: Arguments, device: torch.device) -> Any:
         """Runs a tower, or answers in place of it."""
         if self._repeats is not None:
             return self._repeats.answer(number, device)
-        output = forward()
+        output = self.cut.output(number) if self.cut is not None and number in self.cut.towers else forward()
         self.returned.append(Returned.of(number, output))
         return output
 
@@ -175,7 +211,7 @@ class _Tower:
         self._skeleton, self._number, self._forward = skeleton, number, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._skeleton._tower_called(self._number, lambda: self._forward(*args, **kwargs))
+        return self._skeleton._tower_called(self._number, lambda: self._forward(*args, **kwargs), (args, kwargs))
 
 
 class Skeleton:
@@ -228,11 +264,7 @@ class Skeleton:
             if parameter is not None
         ]
         self._phase = Phase.BEFORE
-        self._towers = [
-            module
-            for module in towers_of(followed.model, followed.layers)
-            if not any(followed.names[id(p)] in followed.ends_early for p in module.parameters())
-        ]
+        self._towers = followed.towers()
         self._in_tower = False
         self._answer()
 
@@ -267,12 +299,12 @@ class Skeleton:
             if not isinstance(shadow.forward, _Tower):
                 shadow.__dict__["forward"] = _Tower(self, number, shadow.forward)
 
-    def _tower_called(self, number: int, forward: Callable[[], Any]) -> Any:
+    def _tower_called(self, number: int, forward: Callable[[], Any], arguments: Arguments) -> Any:
         if self._run is None or self._in_tower or self._phase is not Phase.BEFORE:
             return forward()
         self._in_tower = True
         try:
-            return self._run.tower(number, forward, self._device)
+            return self._run.tower(number, forward, arguments, self._device)
         finally:
             self._in_tower = False
 
@@ -337,6 +369,7 @@ class RecordingRun(Run):
         self._followed = followed
         self._stops = stops
         self._place: Any = None
+        self._first = 0
         self._repeats = repeats
 
     def called(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -349,11 +382,10 @@ class RecordingRun(Run):
             )
         shape = self._followed.outputs[index]
         outputs = _shown(self._followed, index, (args, kwargs))
-        place = collector.place()
-        self.calls.append(
-            Recorded(layer, (args, kwargs), outputs, shape.spec, collector.keys(), place is not self._place)
-        )
-        self._place = place
+        if collector.place() is not self._place:
+            self._place, self._first = collector.place(), index
+        collected = collector.keys(), self._first, collector.selected()
+        self.calls.append(Recorded(layer, (args, kwargs), outputs, shape.spec, *collected))
         self.recorder.called()
         self.recorder.ended = index == len(order) - 1
         if self._stops and self.recorder.ended:
@@ -453,27 +485,49 @@ class Part(nn.Module):
 
 
 class Before(Part):
-    """Everything until the first of the model's layers is called: embeddings, masks, positions."""
+    """Everything until the first of the model's layers is called: embeddings, masks, positions.
+
+    Args:
+        towers: of those that are cut into layers, the parts after their layers, by number. With any, it is called with
+            the model's arguments and these towers' calls.
+    """
+
+    def __init__(
+        self,
+        followed: FollowedModel,
+        names: set[str],
+        buffers: dict[str, torch.Tensor],
+        towers: Mapping[int, nn.Module] | None = None,
+    ) -> None:
+        super().__init__(followed, names, buffers)
+        self.towers = nn.ModuleDict({str(number): after for number, after in (towers or {}).items()})
 
     def forward(self, *args: Any, **kwargs: Any) -> PartState:
+        cut = None
+        if self.towers:
+            (args, kwargs), calls = args[0]
+            cut = CutCalls({int(number): after for number, after in self.towers.items()}, calls)
         ending, frequencies = kwargs.pop(ENDING, Ending()), kwargs.pop(FREQUENCIES, None)
         followed = self.followed
         if frequencies is not None:
             self.skeleton().use(frequencies)
         kwargs.update(followed.forced)
         with noting_tables() as tables:
-            program, values = self._program(args, kwargs, ending)
+            program, values = self._program(args, kwargs, ending, cut)
         program.ending = ending
         program.documents = _documents_in(program, values, tables)
         return program, values, {}, ()
 
-    def _program(self, args: tuple[Any, ...], kwargs: dict[str, Any], ending: Ending) -> tuple[Program, NumberedValues]:
+    def _program(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ending: Ending, cut: CutCalls | None
+    ) -> tuple[Program, NumberedValues]:
         followed = self.followed
         alike = followed.calls_alike is not None and followed.calls_alike()
-        again = self._again(args, kwargs) if alike else None
+        again = self._again(args, kwargs) if alike and (cut is None or not cut.are_any) else None
         if again is not None:
             return again
         run = RecordingRun(followed, stops=True)
+        run.cut = cut
         try:
             self.skeleton().run(run, args, kwargs)
         except Over:
@@ -506,6 +560,11 @@ class Before(Part):
             return None
         found = (template.again((args, kwargs), run.arguments, returned) for template in skeleton.templates)
         return next((each for each in found if each is not None), None)
+
+    def shown_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: PartState) -> Any:
+        """What the forward will return, without values, where it can be told from `state`, this part's output; else
+        None."""
+        return self._to_the_end(args, {**kwargs, **self.followed.forced}, state[0].returned or [], {})
 
     def _carried(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: list[Returned], ending: Ending
@@ -610,7 +669,9 @@ class OwnLayer(nn.Module):
             for (mask, positions), each in program.documents.items()
             if mask in values and (positions is None or positions in values)
         ]
-        with collector.collecting(call.collected, call.first) as found, chunks, knowing(documents):
+        # Without any before it, a call takes its input for the first hidden state.
+        before = collector.hidden_states_in(collected[call.first :]) or int(call.first != self.index)
+        with collector.collecting(call.collected, call.selected, before) as found, chunks, knowing(documents):
             output = self.layer(*args, **kwargs)
         leaves, spec = pytree.tree_flatten(output)
         if spec != call.output_spec or any(

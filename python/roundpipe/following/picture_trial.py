@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,28 +12,30 @@ from torch.utils import _pytree as pytree
 from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.program import Ref
 from roundpipe.following.survey import evaluating
+from roundpipe.following.verification import place_of_before, state_before_layers
 
 # A row that gets another row's picture differs by much more, and weights may be updated meanwhile.
 _CLOSE = 0.1
 
 
 def other_alone(
-    model: nn.Module, before: nn.Module, together: Mapping[str, Any], alone: list[tuple[int, dict[str, Any]]]
+    model: nn.Module, chain: Iterable[nn.Module], together: Mapping[str, Any], alone: list[tuple[int, dict[str, Any]]]
 ) -> str | None:
     """The first argument of the first layer that a row has otherwise alone; None if there is none, or if the rows
     cannot be run like this.
 
     Args:
         model: the followed one.
-        before: the part before its layers.
+        chain: its parts.
         together: arguments of the model for some of the batch's rows, the first ones.
         alone: those for single rows, each with the row's place.
     """
     try:
         with evaluating(model), torch.random.fork_rng(devices=[]):
-            part = ShadowTree(before, {}).root
-            whole = _first_call(part, together)
-            each = [(row, arguments, _first_call(part, arguments)) for row, arguments in alone]
+            parts = list(chain)
+            parts = [ShadowTree(part, {}).root for part in parts[: place_of_before(parts) + 1]]
+            whole = _first_call(parts, together)
+            each = [(row, arguments, _first_call(parts, arguments)) for row, arguments in alone]
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
         return None  # a run that fails says so itself
     rows = len(together["input_ids"])
@@ -45,9 +47,9 @@ def other_alone(
     return None
 
 
-def _first_call(before: nn.Module, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def _first_call(parts: Sequence[nn.Module], arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The tensors that the first layer is called with, by their places."""
-    program, values, *_ = before(**arguments)
+    program, values, *_ = state_before_layers(parts, (), arguments)
     tree = program.calls[0].arguments
     named = pytree.tree_flatten_with_path(pytree.tree_unflatten(tree.leaves, tree.spec))[0]
     return {

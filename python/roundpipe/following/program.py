@@ -104,7 +104,8 @@ class LayerCall:
         kept: numbers of the values that are still needed after the next call begins.
         kept_shared: numbers of the shared mappings that later calls get.
         collected: keys under which the model collects values inside its layers.
-        first: whether it is the first call that collects into the same place.
+        first: the first call that collects into the same place.
+        selected: the hidden states that are collected, by their numbers; None: all.
         shapes: of its output's leaves, None for a leaf that is not a tensor.
     """
 
@@ -115,7 +116,8 @@ class LayerCall:
     kept: tuple[int, ...] = ()
     kept_shared: tuple[int, ...] = ()
     collected: tuple[str, ...] = ()
-    first: bool = False
+    first: int = 0
+    selected: frozenset[int] | None = None
     shapes: tuple[torch.Size | None, ...] = ()
 
     def mask_and_positions(self) -> tuple[int | None, int | None]:
@@ -163,7 +165,8 @@ class Recorded:
     outputs: list[Any]
     output_spec: pytree.TreeSpec
     collected: tuple[str, ...]
-    first: bool
+    first: int
+    selected: frozenset[int] | None
 
 
 class Compiler:
@@ -193,6 +196,7 @@ class Compiler:
                 call.output_spec,
                 collected=call.collected,
                 first=call.first,
+                selected=call.selected,
                 shapes=tuple(leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in call.outputs),
             )
             for call in self._calls

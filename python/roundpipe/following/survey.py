@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -258,17 +258,24 @@ class Uses:
                 self._visit(argument, seen, self.between[op.segment - 1] if op.segment else self.before)
 
 
-def parts_of(followed: FollowedModel, uses: Uses) -> list[tuple[str, nn.Module]]:
-    """The pipeline's layers, with their names."""
+def parts_of(
+    followed: FollowedModel, uses: Uses, towers: Mapping[int, nn.Module] | None = None
+) -> list[tuple[str, nn.Module]]:
+    """The pipeline's layers, with their names.
+
+    Args:
+        towers: the parts after the layers of towers that are cut, by the number of the tower.
+    """
     buffers = buffers_around(followed)
     in_layers = {id(p) for index in set(followed.order) for p in followed.layers[index].parameters()}
+    cut = {id(p) for number in towers or () for p in followed.towers()[number].parameters()}
     after = uses.ends.late | uses.ends.early
     used = uses.before.union(after, *uses.between)
     # Parameters that this run did not use may be used by others, with other arguments.
     idle = {
         followed.names[id(parameter)]
         for parameter in followed.model.parameters()
-        if id(parameter) not in in_layers and followed.names[id(parameter)] not in used
+        if id(parameter) not in in_layers | cut and followed.names[id(parameter)] not in used
     }
     parameters = {followed.names[id(p)]: p for p in followed.model.parameters()}
     # Beside towers, such as the line break between rows of a picture: the outputs may hold what they were used for.
@@ -278,7 +285,7 @@ def parts_of(followed: FollowedModel, uses: Uses) -> list[tuple[str, nn.Module]]
     after = after | beside
     if uses.ends_in_values:
         after, idle = after | idle, set()
-    parts: list[tuple[str, nn.Module]] = [("before", Before(followed, uses.before | idle, buffers))]
+    parts: list[tuple[str, nn.Module]] = [("before", Before(followed, uses.before | idle, buffers, towers))]
     for call in range(len(followed.order)):
         own = {name: parameters[name] for name in sorted(uses.between[call])}
         parts.append((f"layer{call}", OwnLayer(followed, call, own)))

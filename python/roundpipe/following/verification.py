@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.loss_trial import rows_of_part, try_losses
-from roundpipe.following.parts import FollowedModel, Over, RecordingRun, Skeleton, buffers_around
+from roundpipe.following.parts import Before, FollowedModel, Over, RecordingRun, Skeleton, buffers_around
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.survey import evaluating
 from roundpipe.model.losses.reduction import FoundLoss, LossForm
@@ -45,12 +46,7 @@ def verify(followed: FollowedModel, chain: nn.Sequential, batch: dict[str, Any],
 
         state = state_of(batch)
         outputs = parts[-1](state)
-        mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
-        same = len(mine) == len(theirs) and all(
-            torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
-            for a, b in zip(mine, theirs, strict=True)
-        )
-        if not same:
+        if not same_outputs(outputs, expected):
             raise CannotFollow("part by part it does not compute the same as whole: its layers share something")
         rows = max(value.shape[0] for value in batch.values() if isinstance(value, torch.Tensor))
         cut = rows - 1
@@ -60,6 +56,28 @@ def verify(followed: FollowedModel, chain: nn.Sequential, batch: dict[str, Any],
         if found is None and halves and _routes(followed.model):
             found = _mixing_gradient(parts, batch, rows)
     return Found(found, try_losses(followed, parts[-1], state, batch))
+
+
+def same_outputs(outputs: Any, expected: Any) -> bool:
+    """Whether two outputs of a model have the same values."""
+    mine, theirs = pytree.tree_leaves(outputs), pytree.tree_leaves(expected)
+    return len(mine) == len(theirs) and all(
+        torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def state_before_layers(parts: Sequence[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """What the first of the model's own layers gets in a call of a chain of parts."""
+    state: Any = parts[0](*args, **kwargs)
+    for part in parts[1 : place_of_before(parts) + 1]:
+        state = part(state)
+    return state
+
+
+def place_of_before(parts: Iterable[nn.Module]) -> int:
+    """The place of the part before the model's own layers; towers may come first."""
+    return next(place for place, part in enumerate(parts) if isinstance(part, Before))
 
 
 def try_training(followed: FollowedModel, batch: dict[str, Any]) -> None:
@@ -82,7 +100,7 @@ def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -
 
     A router that mixes rows may change outputs so little that 16-bit numbers hide it.
     """
-    program, values, *others = parts[0](**batch)
+    program, values, *others = state_before_layers(parts, (), batch)
     leaves = {
         number: value.detach().requires_grad_()
         for number, value in values.items()
@@ -91,7 +109,7 @@ def _mixing_gradient(parts: list[nn.Module], batch: dict[str, Any], rows: int) -
     try:
         with torch.enable_grad():
             state: Any = (program, {**values, **leaves}, *others)
-            for part in parts[1:-1]:
+            for part in parts[place_of_before(parts) + 1 : -1]:
                 state = part(state)
             last = program.calls[-1].outputs
             ends = [state[1][number] for number in last if number is not None]

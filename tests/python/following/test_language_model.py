@@ -124,7 +124,13 @@ def test_steps_follow_the_plain_loop() -> None:
 @sweep(
     "name, flags",
     ["llama", "gemma2", "qwen3_moe"],
-    [{"output_hidden_states": True}, {"output_attentions": True}, {"logits_to_keep": 2}, {"return_dict": False}],
+    [
+        {"output_hidden_states": True},
+        {"output_hidden_states": [1, -1]},
+        {"output_attentions": True},
+        {"logits_to_keep": 2},
+        {"return_dict": False},
+    ],
     ids=lambda value: value if isinstance(value, str) else next(iter(value)),
     together=1,
 )

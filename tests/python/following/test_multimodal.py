@@ -59,7 +59,7 @@ def test_any_pictures(
 
 
 def _parts(name: str, kind: str) -> tuple[Any, Any, dict[str, Any], list[tuple[int, dict[str, Any]]]]:
-    """A model, its part before the layers, and a batch of two rows, together and alone."""
+    """A model, its chain of parts, and a batch of two rows, together and alone."""
     model = prepared(MODELS[name], "all")
     make = getattr(MODELS[name], kind)
     together = make([[1], [2]])
@@ -68,16 +68,16 @@ def _parts(name: str, kind: str) -> tuple[Any, Any, dict[str, Any], list[tuple[i
     alone = list(enumerate(split((), together, 2)[1]))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return model, wrap_model_to_roundpipe(model)._language_model.chain[0], together, alone
+        return model, wrap_model_to_roundpipe(model)._language_model.chain, together, alone
 
 
 def test_a_cut_is_confirmed(two_devices: None) -> None:
-    model, before, together, alone = _parts("Qwen2.5-VL", "videos")
-    assert other_alone(model, before, together, alone) is None
+    model, chain, together, alone = _parts("Qwen2.5-VL", "videos")
+    assert other_alone(model, chain, together, alone) is None
     times = {**together, "second_per_grid_ts": together["second_per_grid_ts"][::-1]}
-    assert "position" in (other_alone(model, before, times, alone) or "")
+    assert "position" in (other_alone(model, chain, times, alone) or "")
     pixels = {**together, "pixel_values_videos": together["pixel_values_videos"].flip(0)}
-    assert other_alone(model, before, pixels, alone) is not None
+    assert other_alone(model, chain, pixels, alone) is not None
 
 
 def test_a_cut_that_is_not_confirmed_is_refused(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:
     followed.calls_alike = None
     if not decoders:
         return required(NativeLayers(option, len(parts), reasons=reasons, arithmetic=followed.arithmetic))
-    before, after = model.chain[0], model.chain[-1]
+    before, after = model.before, model.chain[-1]
     around = _around(before, after, passages, prefix, code)
     modules |= {id(part): native for part, native in zip((before, after), around, strict=True) if native is not None}
     layers = NativeLayers(

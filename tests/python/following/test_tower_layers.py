@@ -1,0 +1,149 @@
+"""Towers as layers of the pipeline: which are cut, how often their layers run, and what they keep."""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3Model, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.siglip.modeling_siglip import SiglipEncoder
+
+from multimodal_models import MODELS
+from multimodal_trials import MIXED, batch_of, prepared, trial, tried
+from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
+from roundpipe.following import tower_layers
+from roundpipe.following.parts import OwnLayer
+from roundpipe.following.pictures.tower_samples import tower_samples
+from roundpipe.following.tower_layers import TowerLayer
+
+TOWERS = [name for name, model in MODELS.items() if not model.one_each]  # Whisper's encoder is no tower
+
+
+def _wrapped(model: nn.Module, microbatches: int = 1) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+
+
+def _tower(model: nn.Module) -> Any:
+    inside = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return next(each for each in inside if any(kind in type(each).__name__ for kind in ("Vision", "AudioEncoder")))
+
+
+def _layers_of_tower(model: nn.Module) -> list[nn.Module]:
+    chain = _wrapped(model)._language_model.chain
+    return [part.layer.layer for part in chain if isinstance(part, TowerLayer)]
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_each_layer_of_a_tower_is_a_layer_of_the_pipeline(name: str, two_devices: None) -> None:
+    model = prepared(MODELS[name], "all")
+    found = _layers_of_tower(model)
+    tower = _tower(model)
+    lists = [list(each) for each in tower.modules() if isinstance(each, nn.ModuleList)]
+    assert len(found) > 1 and found in lists
+
+
+@pytest.mark.parametrize("name", TOWERS)
+def test_samples_of_two_sizes_run(name: str) -> None:
+    model = prepared(MODELS[name], "all")
+    tower = _tower(model)
+    shapes = []
+    for sample in tower_samples(tower):
+        with torch.no_grad():
+            tower(**sample)
+        shapes.append({key: value.shape for key, value in sample.items()})
+    assert len(shapes) == 2 and shapes[0] != shapes[1]
+
+
+@pytest.mark.parametrize("name", ["Qwen3-VL", "LLaVA-NeXT"])
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+def test_a_frozen_tower_runs_once_a_microbatch_and_keeps_nothing(
+    name: str, trained: str, two_devices: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is trained is computed once more for the backward, where it has a picture."""
+    runs: collections.Counter[int] = collections.Counter()
+    kept = []
+    forward = OwnLayer.forward
+
+    def counted(self: OwnLayer, state: Any) -> Any:
+        in_tower = isinstance(self.followed.model, type(tower))
+        if not in_tower or not torch.is_grad_enabled():  # another run: the first batch's cut is confirmed
+            return forward(self, state)
+        runs[self.index] += 1
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.shape) or tensor, lambda t: t):
+            return forward(self, state)
+
+    model = prepared(MODELS[name], trained)
+    tower = _tower(model)
+    wrapped = _wrapped(model, 3)
+    monkeypatch.setattr(OwnLayer, "forward", counted)
+    wrapped.forward_backward(input_kwargs=batch_of(MODELS[name], "uneven pictures"))
+    wrapped.synchronize()
+    with_pictures = 2
+    if trained == "adapters":
+        assert set(runs.values()) == {with_pictures} and not kept
+    else:
+        assert min(runs.values()) >= with_pictures and kept
+
+
+def test_microbatches_without_pictures_pass_its_layers(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(MODELS["Gemma 3"], "all")
+    wrapped = _wrapped(model, 3)
+    runs: list[int] = []
+    forward = OwnLayer.forward
+    monkeypatch.setattr(
+        OwnLayer, "forward", lambda self, state: (runs.append(id(self.followed.model)), forward(self, state))[1]
+    )
+    wrapped.forward_backward(input_kwargs=batch_of(MODELS["Gemma 3"], "text"))
+    wrapped.synchronize()
+    assert set(runs) == {id(model)}
+
+
+def test_a_tower_of_unknown_form_stays_whole(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tower_layers, "tower_samples", lambda tower: iter(()))
+    assert _layers_of_tower(prepared(MODELS["Gemma 3"], "all")) == []
+    assert tried("Gemma 3", "uneven pictures", "all", 3, 2).holds(3)
+
+
+class _Backwards(SiglipEncoder):
+    """Calls its last layer first."""
+
+    def forward(self, inputs_embeds: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> BaseModelOutput:
+        for layer in reversed(self.layers):
+            inputs_embeds = layer(inputs_embeds, attention_mask, **kwargs)
+        return BaseModelOutput(last_hidden_state=inputs_embeds)
+
+
+def test_layers_that_are_called_in_another_order_stay_whole(two_devices: None) -> None:
+    model = prepared(MODELS["Gemma 3"], "all")
+    model.model.vision_tower.encoder.__class__ = _Backwards
+    assert trial(model, batch_of(MODELS["Gemma 3"], "uneven pictures"), 3, 2).holds(3)
+    assert _layers_of_tower(model) == []
+
+
+@pytest.mark.parametrize("trained", ["all", "adapters"])
+def test_two_calls_of_a_tower(trained: str) -> None:
+    """Pictures and videos: each layer runs both calls."""
+    assert tried("Gemma 4", MIXED, trained, 1, 2).holds(1)
+
+
+class _Twice(Gemma3Model):
+    """Calls its tower with what another call of it returned."""
+
+    def get_image_features(self, pixel_values: torch.Tensor, **kwargs: Any) -> Any:
+        first = super().get_image_features(pixel_values, **kwargs)
+        return super().get_image_features(pixel_values + first.pooler_output.mean(), **kwargs)
+
+
+def test_a_call_with_what_a_tower_returned_is_refused(two_devices: None) -> None:
+    model = prepared(MODELS["Gemma 3"], "all")
+    model.model.__class__ = _Twice
+    wrapped = _wrapped(model)
+    with pytest.raises(ValueError, match="with what another call of a tower returned"):
+        wrapped.forward_backward(input_kwargs=batch_of(MODELS["Gemma 3"], "one picture a row"))
