@@ -145,12 +145,16 @@ class LanguageModel:
         dropped = left_out_at_random(inner)
         if dropped is not None:
             raise CannotFollow(f"it leaves out layers at random ({dropped}; 0 is followed)")
-        followed = FollowedModel(self._model, inner, find_stacks(inner), names, forced_arguments(self._model, inner))
-        followed.rotary = self._rotary = LongRows(self._model, followed.layers)
         collector.install(self._model)
-        batch, expected = self._watched(followed, inner)
-        if not followed.order:
-            raise CannotFollow("its forward calls none of the layers in its largest nn.ModuleList")
+        passed_over: list[nn.Module] = []
+        while True:
+            layers = find_stacks(inner, passed_over)
+            followed = FollowedModel(self._model, inner, layers, names, forced_arguments(self._model, inner))
+            followed.rotary = self._rotary = LongRows(self._model, followed.layers)
+            batch, expected = self._watched(followed, inner)
+            if followed.order:
+                break
+            passed_over += layers  # such as a tower that is much larger than the model of the text
         try:
             uses = Uses(followed, batch)
             if uses.ends.drawn is not None:

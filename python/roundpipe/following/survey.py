@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,20 +33,24 @@ _ROW_CHOICES = (3, 2, 5, 7)
 _TOKEN_CHOICES = (7, 11, 5, 13, 17, 19, 23)
 
 
-def find_layers(model: nn.Module) -> nn.ModuleList:
+def find_layers(model: nn.Module, but: Iterable[nn.Module] = ()) -> nn.ModuleList:
     """The module list that holds most of the model's parameters.
+
+    Args:
+        but: lists with any of these modules do not count.
 
     Raises:
         CannotFollow: there is no module list.
     """
+    passed_over = set(map(id, but))
     sizes = [
         (sum(parameter.numel() for parameter in module.parameters()), module)
         for module in model.modules()
-        if isinstance(module, nn.ModuleList)
+        if isinstance(module, nn.ModuleList) and not any(id(inner) in passed_over for inner in module.modules())
     ]
     size, layers = max(sizes, key=lambda entry: entry[0], default=(0, nn.ModuleList()))
     if size == 0:
-        raise CannotFollow("it has no nn.ModuleList of layers")
+        raise CannotFollow("it has no nn.ModuleList whose layers its forward calls")
     return layers
 
 
@@ -54,13 +58,16 @@ def find_layers(model: nn.Module) -> nn.ModuleList:
 _LEAST_SHARE = 1 / 8
 
 
-def find_stacks(model: nn.Module) -> list[nn.Module]:
+def find_stacks(model: nn.Module, but: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """The layers of a model: the elements of its outermost module lists, for an encoder and a decoder alike.
+
+    Args:
+        but: modules that are not called.
 
     Raises:
         CannotFollow: there is no module list.
     """
-    least = _LEAST_SHARE * sum(parameter.numel() for parameter in find_layers(model).parameters())
+    least = _LEAST_SHARE * sum(parameter.numel() for parameter in find_layers(model, but).parameters())
     layers: dict[int, nn.Module] = {}
 
     def look(module: nn.Module) -> None:

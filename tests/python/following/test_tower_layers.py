@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3Model, PreTrainedModel
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Model, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
 
+import roundpipe
 from multimodal_models import MODELS
 from multimodal_trials import MIXED, batch_of, prepared, trial, tried
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
@@ -147,3 +148,46 @@ def test_a_call_with_what_a_tower_returned_is_refused(two_devices: None) -> None
     wrapped = _wrapped(model)
     with pytest.raises(ValueError, match="with what another call of a tower returned"):
         wrapped.forward_backward(input_kwargs=batch_of(MODELS["Gemma 3"], "one picture a row"))
+
+
+def _with_a_large_tower() -> Any:
+    """Its tower has more than eight times the parameters of the text's layers."""
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "head_dim": 8}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    tower = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config={**tower, "image_size": 64, "patch_size": 4},
+        mm_tokens_per_image=16,
+        image_token_index=96,
+    )
+    torch.manual_seed(5)
+    return Gemma3ForConditionalGeneration(config).train()
+
+
+def _pictures(rows: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(4, 90, (rows, 24), generator=torch.Generator().manual_seed(6))
+    ids[:, 2:18] = 96
+    pixels = torch.randn(rows, 3, 64, 64, generator=torch.Generator().manual_seed(7))
+    labels = ids.masked_fill(ids == 96, -100)
+    return {"input_ids": ids, "labels": labels, "pixel_values": pixels, "token_type_ids": (ids == 96).long()}
+
+
+def test_a_tower_that_is_much_larger_than_the_text(one_torch_thread: None) -> None:
+    assert trial(_with_a_large_tower(), _pictures(3), 1, 2).holds(1)
+    assert len(_layers_of_tower(_with_a_large_tower())) == 12
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_tower_is_trained_where_its_layers_fit_one_by_one(is_cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a whole it takes more than twice the memory, for the activations of all of its layers."""
+    if not is_cut:
+        monkeypatch.setattr(tower_layers, "tower_samples", lambda tower: iter(()))
+    roundpipe.devices("virtual:1,memory=10MiB")
+    wrapped = _wrapped(_with_a_large_tower(), 2)
+    if is_cut:
+        wrapped.forward_backward(input_kwargs=_pictures(2))
+        wrapped.synchronize()
+        return
+    with pytest.raises(torch.OutOfMemoryError):
+        wrapped.forward_backward(input_kwargs=_pictures(2))
