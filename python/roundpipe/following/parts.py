@@ -37,7 +37,7 @@ from roundpipe.following.program import (
 )
 from roundpipe.following.rotary import Frequencies, LongRows
 from roundpipe.following.token_wise import ChunkTokens, TokenWise, chunk_of, in_chunks
-from roundpipe.following.towers import Returned, tower_values, towers_of
+from roundpipe.following.towers import Returned, Shape, numbers_given, tower_values, towers_of
 from roundpipe.model.losses.ending import Ending, Kept, loss_in
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
@@ -398,6 +398,11 @@ class RecordingRun(Run):
         return pytree.tree_unflatten(outputs, shape.spec)
 
 
+def _left_behind(shape: Shape, device: torch.device, made: Made | None = None) -> Placeholder:
+    """Stands for an argument whose values only towers needed."""
+    return Placeholder.make(shape.meta(), device, frozenset({("parameter", "an argument")}), made=made)
+
+
 def _shown(followed: FollowedModel, call: int, arguments: Any, kind: str = "output") -> list[Any]:
     shape = (followed.outputs if kind == "output" else followed.collected)[call]
     with torch._C.DisableTorchFunctionSubclass():  # reads only shapes
@@ -564,7 +569,9 @@ class Before(Part):
     def shown_output(self, args: tuple[Any, ...], kwargs: dict[str, Any], state: PartState) -> Any:
         """What the forward will return, without values, where it can be told from `state`, this part's output; else
         None."""
-        return self._to_the_end(args, {**kwargs, **self.followed.forced}, state[0].returned or [], {})
+        return self._to_the_end(
+            args, {**kwargs, **self.followed.forced}, state[0].returned or [], numbers_given((args, kwargs))
+        )
 
     def _carried(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], returned: list[Returned], ending: Ending
@@ -579,21 +586,31 @@ class Before(Part):
         key = repr((len(args), sorted(flags.items()), of_towers))
         known = self.followed.carried.get(key)
         if known is None:
-            output, more = self._to_the_end(args, kwargs, returned, chosen), set()
-            if output is None and returned:
-                # It may read, or write into another tensor, what towers computed.
-                values = tower_values(returned)
-                output = self._to_the_end(args, kwargs, returned, values)
-                more = set() if output is None else set(values)
-            calls = len(self.followed.order)
-            if ending.kept is Kept.LOSS and output is not None:
-                read = loss_in(output)
-            else:
-                read = output if ending.towers else without_towers(output)
-            more |= {made for made in Ends(read, calls).made if made[0] == "tower"}
-            known = [*(made for made in Ends(output, calls).made if made[0] != "tower"), *sorted(more)]
-            self.followed.carried[key] = known
+            known = self.followed.carried[key] = self._read_by_the_end(args, kwargs, returned, chosen, ending)
         return [*known, *(made for made in chosen if made not in known)]
+
+    def _read_by_the_end(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        returned: list[Returned],
+        chosen: dict[Made, torch.Tensor],
+        ending: Ending,
+    ) -> list[Made]:
+        given = numbers_given((args, kwargs)) if returned else {}
+        of_towers = tower_values(returned)
+        # It may read, or write into another tensor, what towers returned, or what they were given.
+        attempts = [chosen, of_towers, {**chosen, **given}, {**of_towers, **given}] if returned else [chosen]
+        runs = ((values, self._to_the_end(args, kwargs, returned, values)) for values in attempts)
+        values, output = next((each for each in runs if each[1] is not None), (given, None))
+        calls = len(self.followed.order)
+        if ending.kept is Kept.LOSS and output is not None:
+            read = loss_in(output)
+        else:
+            read = output if ending.towers else without_towers(output)
+        before = {made for made in Ends(read, calls).made if made[0] in _BEFORE}
+        before |= values.keys() - chosen.keys()
+        return [*(made for made in Ends(output, calls).made if made[0] not in _BEFORE), *sorted(before)]
 
     def _to_the_end(
         self,
@@ -602,9 +619,16 @@ class Before(Part):
         returned: list[Returned],
         values: Mapping[Made, torch.Tensor],
     ) -> Any:
-        """The output of a run on placeholders, except for `values`. None if its end needs other values, or collected
-        ones; the last part reports it if it needs more than is carried."""
+        """The output of a run on placeholders, except for `values` and what `numbers_given` leaves out. None if its end
+        needs other values, or collected ones; the last part reports it if it needs more than is carried."""
         run = RecordingRun(self.followed, False, _Repeats([each.without_values() for each in returned], values))
+        absent = {id(value): made for made, value in numbers_given((args, kwargs)).items() if made not in values}
+
+        def shown(given: torch.Tensor) -> torch.Tensor:
+            made = absent.get(id(given)) if returned else None
+            return given if made is None else _left_behind(Shape.of(given), given.device, made)
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, shown, (args, kwargs))
         try:
             with torch.no_grad():
                 return Skeleton(self.followed, self._buffers).run(run, args, kwargs)
@@ -631,6 +655,7 @@ def _documents_in(
     return found
 
 
+_BEFORE = ("tower", "input")  # kinds of `Made` that exist before the first call
 MOST_TEMPLATES = 4
 """Forms of microbatches whose programs a device keeps."""
 FREQUENCIES = "roundpipe_frequencies"
@@ -705,6 +730,8 @@ class After(Part):
     def forward(self, state: PartState) -> Any:
         program, values, _, _ = state
         args, kwargs = program.inputs.join(values, {})
+        device = next((value.device for value in values.values()), torch.device("cpu"))
+        args, kwargs = pytree.tree_map_only(Shape, lambda shape: _left_behind(shape, device), (args, kwargs))
         skeleton = self.skeleton()
         run = ReplayingRun(self.followed, state)
         outputs = skeleton.run(run, args, kwargs, self._losses(skeleton, values, program))
@@ -819,7 +846,7 @@ class Ends:
             if leaf.label is not None:
                 is_late = any(kind == "late" for kind, _ in leaf.origins)
                 (self.late if is_late else self.early).add(leaf.label)
-            elif leaf.made is not None and (leaf.made[0] == "tower" or leaf.made[1] != self._calls - 1):
+            elif leaf.made is not None and (leaf.made[0] in _BEFORE or leaf.made[1] != self._calls - 1):
                 found.add(leaf.made)
             return
         if op.glue and op.segment < self._calls:

@@ -17,8 +17,8 @@ Origin = tuple[str, Any]
 the call."""
 Made = tuple[Any, ...]
 """Names a value that exists before the last layer is called: `("output", call, leaf)`, `("tower", call, leaf)` of a
-module that is called before the layers, or `("op", segment, number, result)` of a glue operation, by its number in its
-segment. The same in every run that is called alike."""
+module that is called before the layers, `("input", path)` of the model's arguments, or `("op", segment, number,
+result)` of a glue operation, by its number in its segment. The same in every run that is called alike."""
 
 # Callers of these need values, not tensors.
 _READS_VALUES = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from roundpipe import _core
 from roundpipe.following.placeholder import CannotFollow, Made, Op, Placeholder
-from roundpipe.following.towers import Returned
+from roundpipe.following.towers import Returned, Shape, numbers_given
 from roundpipe.model.losses.ending import Ending
 
 NumberedValues = dict[int, torch.Tensor]
@@ -139,7 +139,7 @@ class Program:
 
     Attributes:
         calls: in order.
-        inputs: `(args, kwargs)` of the model's forward.
+        inputs: `(args, kwargs)` of the model's forward; of numbers that only towers needed, the `Shape`.
         carried: numbers of the values made before the last call that the end of the forward reads.
         ending: what is done with its outputs.
         alike: its calls all have the same arguments but for the hidden states, which each takes from the one before.
@@ -188,7 +188,11 @@ class Compiler:
         Raises:
             CannotFollow: an argument holds tensors in a place that cannot be inspected.
         """
-        inputs = self._tree(self._inputs, "the model")
+        ends = list(ends)
+        used_up = numbers_given(self._inputs) if self._returned else {}
+        left_behind = {id(value) for made, value in used_up.items() if made not in ends}
+        left_behind -= {id(value) for made, value in used_up.items() if made in ends}
+        inputs = self._tree(self._inputs, "the model", left_behind)
         calls = [
             LayerCall(
                 self._tree(call.arguments, f"layer {call.layer}"),
@@ -205,6 +209,8 @@ class Compiler:
         carried = {}
         for made in ends:
             kind, *place, index = made
+            if kind == "input":
+                continue  # stays among the inputs
             if kind == "output":
                 leaf = self._calls[place[0]].outputs[index]
             elif kind == "tower":
@@ -227,11 +233,13 @@ class Compiler:
                 self.values[number] = tensor
         return number
 
-    def _tree(self, tree: Any, whose: str) -> Tree:
+    def _tree(self, tree: Any, whose: str, left_behind: Container[int] = ()) -> Tree:
         leaves, spec = pytree.tree_flatten(tree)
         marked: list[Any] = []
         for leaf in leaves:
-            if isinstance(leaf, Placeholder) and leaf.label is not None:
+            if id(leaf) in left_behind:
+                marked.append(Shape.of(leaf))
+            elif isinstance(leaf, Placeholder) and leaf.label is not None:
                 marked.append(ParameterRef(leaf.label))
             elif isinstance(leaf, torch.Tensor):
                 marked.append(Ref(self._number(leaf)))
@@ -341,7 +349,10 @@ class Template:
         if spec != tree.spec:
             return False
         for mine, leaf in zip(tree.leaves, leaves, strict=True):
-            if isinstance(mine, Ref):
+            if isinstance(mine, Shape):
+                if not isinstance(leaf, torch.Tensor) or mine != Shape.of(leaf):
+                    return False
+            elif isinstance(mine, Ref):
                 if not isinstance(leaf, torch.Tensor) or found.setdefault(mine.number, leaf) is not leaf:
                     return False
             elif not _equal(mine, leaf):

@@ -39,10 +39,20 @@ def towers_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
+    """Stands for a tensor whose values are left behind."""
+
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Shape:
+        return Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def meta(self) -> torch.Tensor:
+        """A tensor like it on the meta device."""
+        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device="meta")
 
 
 @dataclass
@@ -66,10 +76,7 @@ class Returned:
 
     def without_values(self) -> Returned:
         """The same with a shape in place of each tensor."""
-        shapes = [
-            _Shape(tuple(leaf.shape), leaf.stride(), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in self.leaves
-        ]
+        shapes = [Shape.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         return Returned(self.tower, shapes, self.spec)
 
     def again(
@@ -88,10 +95,9 @@ class Returned:
         leaves = []
         for index, leaf in enumerate(self.leaves):
             made: Made = ("tower", call, index)
-            if isinstance(leaf, _Shape):
+            if isinstance(leaf, Shape):
                 known = values.get(made)
-                meta = torch.empty_strided(leaf.sizes, leaf.strides, dtype=leaf.dtype, device="meta")
-                leaf = placeholder(meta, made) if known is None else known
+                leaf = placeholder(leaf.meta(), made) if known is None else known
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
@@ -108,4 +114,15 @@ def tower_values(calls: list[Returned], chooses: bool = False) -> dict[Made, tor
         for call, returned in enumerate(calls)
         for index, leaf in enumerate(returned.leaves)
         if isinstance(leaf, torch.Tensor) and not (chooses and (leaf.is_floating_point() or leaf.is_complex()))
+    }
+
+
+def numbers_given(arguments: Any) -> dict[Made, torch.Tensor]:
+    """The tensors of numbers to compute with among a model's arguments, such as pixels, by `("input", path)`. Where
+    towers have used them, the forward's end seldom needs more than their shapes."""
+    named = pytree.tree_flatten_with_path(arguments)[0]
+    return {
+        ("input", pytree.keystr(path)): leaf
+        for path, leaf in named
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     }

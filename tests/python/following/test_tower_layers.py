@@ -134,6 +134,25 @@ def test_two_calls_of_a_tower(trained: str) -> None:
     assert tried("Gemma 4", MIXED, trained, 1, 2).holds(1)
 
 
+@pytest.mark.parametrize("name", ["Qwen3-VL", "LFM2-VL"])
+def test_pixels_do_not_travel_with_the_text(name: str, two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(MODELS[name], "all")
+    batch = batch_of(MODELS[name], "uneven pictures")
+    wrapped = _wrapped(model)
+    seen: set[tuple[int, ...]] = set()
+    forward = OwnLayer.forward
+
+    def looked(self: OwnLayer, state: Any) -> Any:
+        if self.followed.model is model:
+            seen.update(tuple(value.shape) for value in state[1].values())
+        return forward(self, state)
+
+    monkeypatch.setattr(OwnLayer, "forward", looked)
+    wrapped.forward_backward(input_kwargs=batch)
+    wrapped.synchronize()
+    assert tuple(batch["input_ids"].shape) in seen and tuple(batch["pixel_values"].shape) not in seen
+
+
 class _Twice(Gemma3Model):
     """Calls its tower with what another call of it returned."""
 
