@@ -129,6 +129,12 @@ void Call::let_losses_go_on(bool is_open, int microbatch) {
   }
 }
 
+bool Call::lacks_gradient(int microbatch) {
+  const MutexLock lock(mutex_);
+  without_gradient_.insert(microbatch);
+  return std::ssize(without_gradient_) == microbatches;
+}
+
 void Call::keep_step(std::shared_ptr<const StepNote> step, bool until_over) {
   const MutexLock lock(mutex_);
   step_.swap(step);

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include <ATen/ThreadLocalState.h>
@@ -172,6 +173,8 @@ class Call : public std::enable_shared_from_this<Call> {
 
   // The loss of `microbatch` is computed, and is open still or not.
   void let_losses_go_on(bool is_open, int microbatch);
+  // The loss of `microbatch` requires no gradient. Returns whether that has been said of all microbatches.
+  bool lacks_gradient(int microbatch);
 
   // The seed of the generators for layer `layer` and a microbatch; the loss counts as the layer after the last.
   uint64_t seed(int layer, int microbatch) const {
@@ -205,6 +208,7 @@ class Call : public std::enable_shared_from_this<Call> {
   int jobs_left_ ROUNDPIPE_GUARDED_BY(mutex_) = 0;
   device::EventPtr finished_ ROUNDPIPE_GUARDED_BY(mutex_);
   std::map<std::pair<int, int>, BufferSnapshot> snapshots_ ROUNDPIPE_GUARDED_BY(mutex_);
+  std::set<int> without_gradient_ ROUNDPIPE_GUARDED_BY(mutex_);  // microbatches; a job may run twice
   std::shared_ptr<const StepNote> step_ ROUNDPIPE_GUARDED_BY(mutex_);
   bool step_until_over_ ROUNDPIPE_GUARDED_BY(mutex_) = false;
   std::optional<FullDevice> full_ ROUNDPIPE_GUARDED_BY(mutex_);

@@ -182,7 +182,8 @@ MicrobatchRunner::Tensors MicrobatchRunner::backpropagate_loss(JobRun& run, Rang
   }
   // Last, so that the caller may make the step while the gradients are still in flight.
   const at::AutoGradMode grad_mode(true);
-  backward(run, segment, microbatch, /*from_loss=*/true, {total}, {}, graph.clock.get());
+  const Tensors roots = total.defined() ? Tensors{total} : Tensors{};
+  backward(run, segment, microbatch, /*from_loss=*/true, roots, {}, graph.clock.get());
   return graph.input_gradients();
 }
 
@@ -251,7 +252,7 @@ at::Tensor MicrobatchRunner::total_loss(JobRun& run, const Values& outputs, int 
   for (const at::Tensor& loss : losses) {
     if (loss.requires_grad()) total = total.defined() ? total + loss : loss;
   }
-  if (!total.defined()) {
+  if (!total.defined() && call.lacks_gradient(microbatch)) {
     throw std::invalid_argument(
         "[forward_backward] the loss does not require grad: nothing that it depends on is trainable; check "
         "requires_grad of the parameters, and that the loss uses the outputs");

@@ -48,6 +48,7 @@ class MicrobatchRunner {
   Tensors backpropagate_last(JobRun& run, schedule::Range segment, Flow inputs, int microbatch);
   void backward(JobRun& run, schedule::Range layers, int microbatch, bool from_loss, const Tensors& roots,
                 const Tensors& gradients, BackwardClock* clock);
+  // Undefined if the loss requires no gradient, as of rows without what is trained. Throws if none of the call does.
   at::Tensor total_loss(JobRun& run, const Values& outputs, int microbatch);
 
   device::Device& device_;

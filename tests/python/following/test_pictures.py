@@ -214,3 +214,37 @@ def test_what_may_belong_to_anything_is_refused(further: dict[str, Any], message
     wrapped = wrap_model_to_roundpipe(llava(), model_run_config=RoundPipeRunConfig(num_microbatch=3))
     with pytest.raises(ValueError, match=message):
         wrapped(**(batch([2, 0, 1], patches=False) | further))
+
+
+@sweep("name, pictures, tower", MODELS, [[1, 0, 2, 0], [0, 0, 1, 1], [1, 0, 0, 0]], [True, False], ids=str, together=1)
+def test_rows_without_what_is_trained_add_their_loss_alone(
+    name: str, pictures: list[int], tower: bool, one_torch_thread: None
+) -> None:
+    """Only the vision tower is trained, or only its last part."""
+    make: Any = MODELS[name]
+    roundpipe.devices("virtual:2,debug")
+    torch.manual_seed(0)
+    model = make().train().requires_grad_(False)
+    of_tower = [p for name, p in model.named_parameters() if "vis" in name]
+    for parameter in of_tower if tower else of_tower[-2:]:
+        parameter.requires_grad_()
+    plain = copy.deepcopy(model)
+    arguments = batch(pictures, patches=make is qwen2_vl)
+    expected = plain(**arguments).loss
+    expected.backward()
+    theirs = {name: gradient for name, gradient in gradients(plain).items() if gradient.any()}
+    assert theirs
+    wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=4))
+    loss = wrapped.forward_backward(input_kwargs=arguments)
+    wrapped.synchronize()
+    torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-5)
+    mine = gradients(model)
+    check_gradients({name: mine[name] for name in theirs}, theirs, exact=False)
+    wrapped.zero_grad()
+    wrapped(**arguments).loss.backward()
+    wrapped.synchronize()
+    mine = gradients(model)
+    check_gradients({name: mine[name] for name in theirs}, theirs, exact=False)
+    with pytest.raises(ValueError, match="the loss does not require grad"):
+        wrapped.forward_backward(input_kwargs=batch([0, 0, 0, 0], patches=False))
+    torch.testing.assert_close(wrapped.forward_backward(input_kwargs=arguments), loss)
