@@ -1,4 +1,4 @@
-"""Writes docs/cpp-reference.md: what programs in C++ use, from the headers themselves.
+"""Writes docs/reference/cpp.md: what programs in C++ use, from the headers themselves.
 
 python tools/cpp_reference.py
 
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "cpp-reference.md"
+PAGE = ROOT / "docs" / "reference" / "cpp.md"
 HEAD = """# Reference of the C++ headers
 
-`roundpipe/roundpipe.h` includes all of these. [cpp.md](cpp.md) shows how they are used. This page is made from the
+`roundpipe/roundpipe.h` includes all of these. [cpp.md](../cpp.md) shows how they are used. This page is made from the
 headers by `tools/cpp_reference.py`.
 """
 INCLUDE = re.compile(r"#include <(roundpipe/[^>]+)>")

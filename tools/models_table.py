@@ -1,4 +1,4 @@
-"""Writes docs/models.md: which models of text with pictures, videos and sounds hold in the pipeline, and to which bits.
+"""Writes docs/reference/models.md: which models of text with pictures, videos and sounds hold, and to which bits.
 
 python tools/models_table.py
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "docs" / "models.md"
+FILE = ROOT / "docs" / "reference" / "models.md"
 sys.path.insert(0, str(ROOT / "tests" / "python" / "support"))
 
 import transformers  # noqa: E402

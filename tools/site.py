@@ -1,11 +1,10 @@
 """Builds the documentation as a site with search, in build/site: make site
 
 The pages are those of docs/, the reports, the README, CONTRIBUTING.md and CHANGELOG.md, laid out as in the repository,
-so that their links lead to the same places. The navigation is docs/README.md. The reference of the Python package is
-made from its docstrings, without importing it. A link or an anchor that leads nowhere ends the build.
+so that their links lead to the same places. The navigation is docs/README.md. A link or an anchor that leads nowhere
+ends the build.
 """
 
-import ast
 import os
 import re
 import shutil
@@ -22,11 +21,6 @@ PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "docs/*
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 INDEX_ITEM = re.compile(r"^- \[[^]]+\]\((?P<target>[^)]+)\)")
-REFERENCE = "docs/python-reference.md"
-REFERENCE_HEAD = """# Reference of the Python package
-
-What `import roundpipe` offers, and `roundpipe.optim`, from the docstrings. The other pages show how it is used.
-"""
 
 
 def copy_pages() -> None:
@@ -63,52 +57,13 @@ def navigation() -> list[object]:
         elif item := INDEX_ITEM.match(line):
             path = (ROOT / "docs" / item["target"]).resolve().relative_to(ROOT)
             pages.append(titled(str(path)))
-            if path.name == "cpp-reference.md":
-                pages.append(titled(REFERENCE))
     reports = sorted((SOURCE / "bench" / "results").glob("*.md"), reverse=True)
     sections.append({"Reports": [titled(str(report.relative_to(SOURCE))) for report in reports]})
     return sections
 
 
-def constant(module: Path, name: str) -> object:
-    """The literal that a module assigns to `name`."""
-    for node in ast.parse(module.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == name for t in node.targets):
-            return ast.literal_eval(node.value)
-    raise ValueError(f"[site] {module.relative_to(ROOT)} assigns no {name}, expected a literal")
-
-
-def write_reference() -> None:
-    """Writes the page of what is public, for mkdocstrings to fill."""
-    package = ROOT / "python" / "roundpipe"
-    modules = constant(package / "__init__.py", "_PUBLIC")
-    assert isinstance(modules, dict)
-    names = [f"roundpipe.{module}.{name}" for name, module in sorted(modules.items()) if module != "_core"]
-    rules = constant(package / "optim" / "__init__.py", "__all__")
-    assert isinstance(rules, list)
-    parts = [REFERENCE_HEAD, "## roundpipe", *(f"::: {name}" for name in names), "## roundpipe.optim"]
-    parts += [f"::: roundpipe.optim.{name}" for name in sorted(rules)]
-    (SOURCE / REFERENCE).write_text("\n\n".join(parts) + "\n", encoding="utf-8")
-
-
 def configuration() -> dict[str, object]:
     """mkdocs' configuration."""
-    options = {
-        "docstring_style": "google",
-        # A class's docstring explains the arguments of its constructor.
-        "merge_init_into_class": True,
-        "docstring_options": {"warn_unknown_params": False, "warn_missing_types": False},
-        "show_source": False,
-        "show_root_heading": True,
-        "show_root_full_path": False,
-        "heading_level": 3,
-        "members_order": "source",
-        "inherited_members": True,
-        "filters": ["!^_"],
-        "separate_signature": True,
-        "show_signature_annotations": True,
-        "line_length": 100,
-    }
     return {
         "site_name": "RoundPipe",
         "site_description": "Train models larger than device memory",
@@ -118,10 +73,7 @@ def configuration() -> dict[str, object]:
         "use_directory_urls": False,
         "strict": True,
         "theme": {"name": "material", "font": False, "features": ["navigation.sections", "content.code.copy"]},
-        "plugins": [
-            {"search": {"lang": "en"}},
-            {"mkdocstrings": {"handlers": {"python": {"paths": [str(ROOT / "python")], "options": options}}}},
-        ],
+        "plugins": [{"search": {"lang": "en"}}],
         "markdown_extensions": [
             "tables",
             "attr_list",
@@ -136,7 +88,6 @@ def configuration() -> dict[str, object]:
 
 def main() -> int:
     copy_pages()
-    write_reference()
     text = yaml.safe_dump(configuration(), allow_unicode=True, sort_keys=False)
     # Anchors as on GitHub, with the letters of other scripts.
     slugify = "!!python/object/apply:pymdownx.slugs.slugify {kwds: {case: lower}}"

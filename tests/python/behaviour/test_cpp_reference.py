@@ -10,7 +10,7 @@ TOOL = runpy.run_path(str(ROOT / "tools" / "cpp_reference.py"))
 
 
 def test_the_page_is_that_of_the_headers() -> None:
-    assert (ROOT / "docs" / "cpp-reference.md").read_text() == TOOL["page"](), "run python tools/cpp_reference.py"
+    assert (ROOT / "docs" / "reference" / "cpp.md").read_text() == TOOL["page"](), "run python tools/cpp_reference.py"
 
 
 def test_what_is_left_out() -> None:

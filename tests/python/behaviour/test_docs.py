@@ -64,7 +64,7 @@ def test_files_and_links_of_every_page_are_there() -> None:
 
 def test_the_index_lists_every_page() -> None:
     index = (ROOT / "docs" / "README.md").read_text()
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("**/*.md")} - {"README.md"}
     assert {name for name in pages if f"]({name})" not in index} == set()
 
 

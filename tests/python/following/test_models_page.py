@@ -1,4 +1,4 @@
-"""docs/models.md is what tools/models_table.py makes."""
+"""docs/reference/models.md is what tools/models_table.py makes."""
 
 from __future__ import annotations
 
