@@ -30,9 +30,9 @@ HEAD = """# Reference of the commands
 Every command says the same with `--help`. This page is made from the commands by `tools/command_reference.py`. The
 guides show how they are used.
 """
-TRAIN_HEAD = """## `roundpipe-train`
+TRAIN_HEAD = """## The program `roundpipe-train`
 
-The program of C++ alone, see [train.md](../train.md).
+The program of C++ alone, see [train.md](../train.md#without-python).
 
 """
 PAGES = re.compile(r"`?docs/([\w-]+\.md)`?")

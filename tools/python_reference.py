@@ -216,9 +216,9 @@ def page() -> str:
     rules = literal("roundpipe.optim", "__all__")
     assert isinstance(rules, list)
     modules: dict[str, list[str]] = {"roundpipe": sorted(public), "roundpipe.optim": sorted(rules)}
-    for module, names in sorted(imported_by_guides().items()):
+    for module, used in sorted(imported_by_guides().items()):
         if module not in modules:
-            modules[module] = sorted(names)
+            modules[module] = sorted(used)
     parts = [HEAD.strip()]
     shown: dict[tuple[str, str], str] = {}
     for module, names in modules.items():

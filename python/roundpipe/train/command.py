@@ -83,7 +83,7 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
     roundpipe train --model MODEL --data chat.jsonl --out run
 
     The result is a folder that transformers (for adapters: PEFT) loads. Ctrl+C saves, and prints the command that goes
-    on. See docs/training-command.md.
+    on. See docs/train.md.
 
     Exits with 2 for a wrong argument, with 1 for an error or a dry run that does not fit, and with 130 after Ctrl+C.
     """

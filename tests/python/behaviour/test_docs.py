@@ -1,13 +1,16 @@
-"""Runs the Python examples of the README and of every page in docs/.
+"""Runs the examples of the README and of every page in docs/.
 
 A block that starts with "```python" is a program of its own; one that starts with "```python no-run" is only shown.
 Where a block starts with "```python with-model", the test first makes a model in `path/to/model`, with a tokenizer,
-and some `batches`.
+and some `batches`. Commands run where their block starts with "```sh run" or "```sh with-model".
 """
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from programs import ProgramRunner
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```python[ \t]*(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```sh (?P<flag>run|with-model)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#]+)(#[^)]*)?\)")
 # Code, in which a C++ lambda looks like a link.
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -31,6 +35,17 @@ LONG = (
     *("docs/tutorial-chat.md", "docs/tutorial-images.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
     "docs/following.md",
 )
+
+
+def commands() -> list[tuple[str, str, str]]:
+    """(id, flag, code) of every block of commands that runs."""
+    return [
+        (f"{page.relative_to(ROOT)}:{1 + text.count(chr(10), 0, block.start('code'))}", block["flag"], block["code"])
+        for page in PAGES
+        if page not in TRANSLATIONS
+        for text in [page.read_text()]
+        for block in COMMANDS.finditer(text)
+    ]
 
 
 def examples() -> list[tuple[str, str, str]]:
@@ -71,8 +86,11 @@ def test_the_index_lists_every_page() -> None:
 def test_translations_have_their_pages_blocks() -> None:
     for page in TRANSLATIONS:
         original = ROOT / "README.md" if page.name == "README.md" else ROOT / "docs" / page.name
-        blocks = [block.group() for block in BLOCK.finditer(page.read_text())]
-        assert blocks and blocks == [block.group() for block in BLOCK.finditer(original.read_text())], page.name
+        blocks, originals = (
+            [block.group() for pattern in (BLOCK, COMMANDS) for block in pattern.finditer(text.read_text())]
+            for text in (page, original)
+        )
+        assert blocks and blocks == originals, page.name
 
 
 def test_the_readme_has_an_example_that_runs() -> None:
@@ -110,3 +128,22 @@ def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Pat
     result = runner.run(program, cwd=tmp_path, ROUNDPIPE_DEVICES="virtual:2,debug")
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     assert "eval mode" not in result.stderr, "an example trains without dropout"
+
+
+@pytest.mark.parametrize(("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in commands()])
+def test_commands_run(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
+    if flag == "with-model":
+        (tmp_path / "given.py").write_text(GIVEN)
+        assert runner.run(tmp_path / "given.py", cwd=tmp_path).returncode == 0
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "roundpipe").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m roundpipe "$@"\n')
+    (programs / "roundpipe").chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT / "python"),
+        "ROUNDPIPE_DEVICES": "virtual:2,debug",
+        "HF_HUB_OFFLINE": "1",
+    }
+    done = subprocess.run(["sh", "-e", "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

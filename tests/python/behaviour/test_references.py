@@ -17,7 +17,7 @@ def test_the_page_of_the_python_package() -> None:
 
 def test_the_page_of_the_commands() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "command_reference.py"))
-    of_roundpipe, title, _ = tool["PAGE"].read_text().partition("## `roundpipe-train`")
+    of_roundpipe, title, _ = tool["PAGE"].read_text().partition("## The program `roundpipe-train`")
     assert title
     assert of_roundpipe.rstrip() == tool["of_roundpipe"]().rstrip(), "run python tools/command_reference.py"
 

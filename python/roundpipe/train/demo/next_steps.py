@@ -25,7 +25,7 @@ def going_on(folder: Path, model: Path, conversations: Path, length: int) -> str
         "this model learns to answer questions about Python's library, in a minute or two:\n"
         f"  {shlex.join(command)}\n"
         "your own model, a folder or a name on the Hub, learns from your conversations with the same command "
-        "(docs/training-command.md)"
+        "(docs/train.md)"
     )
 
 
