@@ -32,7 +32,7 @@ TRANSLATIONS = sorted((ROOT / "docs" / "zh").glob("*.md"))
 
 # Examples that take a second or more, which `make test-all` runs.
 LONG = (
-    *("docs/tutorial-chat.md", "docs/tutorial-images.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
+    *("docs/tutorial-chat.md", "docs/any-model.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
     "docs/following.md",
 )
 
