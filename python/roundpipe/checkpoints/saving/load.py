@@ -64,7 +64,7 @@ def load_checkpoint(
     belongs to the bits; a message says so if it differs. Files are read once, straight into the model, and verified.
     A save into the folder that this process has under way is waited for. Every rank of a model that several nodes train
     calls it, and reads its own part of the optimizer's state, whatever the number of nodes at the save was; see
-    docs/several-machines-checkpoints.md.
+    docs/checkpoints.md.
 
     Args:
         folder: a checkpoint, or a run's folder: then its newest checkpoint. If that one is damaged in any way, the one
