@@ -54,7 +54,7 @@ test: STEPS := 5
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .PHONY: help demo test test-all setup build build-tests test-cpp test-python test-card test-card-all test-mutants \
-  test-silence test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install site clean
+  test-silence test-asan test-tsan test-no-torch lint format bench bench-gpu wheel test-wheel install site gallery clean
 
 help:
 	@echo 'make demo           proves what it claims, then trains a small language model; no GPU needed'
@@ -76,6 +76,7 @@ help:
 	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
 	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package, and roundpipe-train'
 	@echo 'make site           the documentation with search, in build/site'
+	@echo 'make gallery        draws the pictures of docs/gallery.md anew'
 	@echo 'make lint           ruff, mypy, clang-format'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
@@ -295,6 +296,10 @@ install: $(BUILD)/.configured
 # Links and anchors that lead nowhere end it. Nothing is imported, so no torch is needed.
 site: $(VENV)/.site
 	@$(BIN)/python tools/site.py
+
+# The pictures of docs/gallery.md.
+gallery: build
+	@$(BIN)/python tools/gallery.py
 
 # --- Everything else ---------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 BLOCK = re.compile(r"^```python[ \t]*(?P<flag>[^\n]*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMANDS = re.compile(r"^```sh (?P<flag>run|with-model)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?P<target>[^)#]+)(#[^)]*)?\)")
 # Code, in which a C++ lambda looks like a link.
 CODE = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
@@ -86,11 +87,20 @@ def test_the_index_lists_every_page() -> None:
 def test_translations_have_their_pages_blocks() -> None:
     for page in TRANSLATIONS:
         original = ROOT / "README.md" if page.name == "README.md" else ROOT / "docs" / page.name
-        blocks, originals = (
-            [block.group() for pattern in (BLOCK, COMMANDS) for block in pattern.finditer(text.read_text())]
-            for text in (page, original)
-        )
-        assert blocks and blocks == originals, page.name
+        blocks = FENCED.findall(page.read_text())
+        assert blocks and blocks == FENCED.findall(original.read_text()), page.name
+
+
+def test_the_first_two_sections_are_translated() -> None:
+    _, start, train, *_ = (ROOT / "docs" / "README.md").read_text().split("\n## ")
+    pages = re.findall(r"^- \[[\w.-]+\]\(([\w.-]+)\)", start + train, re.MULTILINE)
+    assert len(pages) > 5
+    assert {*pages, "README.md"} == {page.name for page in TRANSLATIONS}
+
+
+def test_the_glossary_has_forty_nouns_at_most() -> None:
+    nouns = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 0 < len(nouns) <= 40 and len({noun.lower() for noun in nouns}) == len(nouns)
 
 
 def test_the_readme_has_an_example_that_runs() -> None:
