@@ -315,7 +315,7 @@ format: $(VENV)/.lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-bench: build-tests
+bench: build-tests $(VENV)/.bench
 	@echo "== bench/transfer.cpp"; $(BUILD)/bench/bench_transfer
 	@for program in $(wildcard bench/*.py); do echo "== $$program"; $(BIN)/python $$program || exit 1; done
 

@@ -118,7 +118,7 @@ def parts(config: TrainConfig, folder: Path) -> tuple[Any, Any, Any, Any]:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = parser(__doc__, needs=("tensorboard",))
     options.add_argument("--devices", default="virtual:2", help="device pool")
     options.add_argument("--width", type=int, default=256, help="hidden units of the model")
     options.add_argument("--layers", type=int, default=6, help="layers of the model")

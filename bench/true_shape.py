@@ -225,7 +225,7 @@ def run_case(case: str, tokens: int, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, needs=("peft",))
     arguments.add_argument("--tokens", type=int, default=256, help="of a microbatch of the layers that run")
     arguments.add_argument("--models", nargs="+", default=[*SUPPORTED], choices=SUPPORTED)
     arguments.add_argument("--at", type=int, default=8192, help="tokens of a microbatch of the whole models")

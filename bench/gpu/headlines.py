@@ -127,7 +127,7 @@ def _row(headline: Headline, side: Side, bound: float, deadline: Deadline) -> li
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, needs=("peft", "psutil"))
     arguments.add_argument("--memory-gb", type=float, default=24, help="the cap [24]")
     arguments.add_argument("--only", nargs="+", choices=[headline.shape for headline in HEADLINES], help="[all]")
     arguments.add_argument("--minutes", type=float, default=20, help="at most [20]")

@@ -65,7 +65,7 @@ def longest(
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, needs=("psutil",))
     arguments.add_argument("--peer", type=Path, help="folder of the published package; without it, ours alone")
     arguments.add_argument("--model", choices=[*TINY_OF], default="1.7B")
     arguments.add_argument("--memory-gb", type=float, default=24)

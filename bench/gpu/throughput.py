@@ -52,7 +52,7 @@ def cells(name: str, cap: str, result: Result) -> list[str]:
 
 
 def main() -> None:
-    arguments = parser(__doc__)
+    arguments = parser(__doc__, needs=("psutil",))
     arguments.add_argument("--peer", type=Path, help="folder of the published package; without it, ours alone")
     arguments.add_argument("--model", choices=[*TINY_OF], default="1.7B")
     arguments.add_argument("--devices", help="such as cuda:0,cuda:1. [default: the first accelerator]")

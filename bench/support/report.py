@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import os
 import platform
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -117,9 +119,23 @@ def roundpipe_version() -> str:
     return "?"
 
 
-def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that all benchmarks share."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+class _Parser(argparse.ArgumentParser):
+    """Ends before any work if a package is missing."""
+
+    needs: tuple[str, ...] = ()
+
+    def parse_args(self, *arguments: Any, **options: Any) -> Any:
+        parsed = super().parse_args(*arguments, **options)
+        missing = [package for package in self.needs if importlib.util.find_spec(package) is None]
+        if missing:
+            self.exit(2, f"[bench] this needs {', '.join(missing)}, expected to be installed: `make bench` does that\n")
+        return parsed
+
+
+def parser(description: str | None, needs: tuple[str, ...] = ()) -> argparse.ArgumentParser:
+    """The options that all benchmarks share. `needs`: packages that `make demo` does not install."""
+    made = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.needs = needs
     made.add_argument("--quick", action="store_true", help="a few tiny sizes, to see that it runs; says nothing")
     made.add_argument("--out", type=Path, help="write the report to this file, too")
     return made
