@@ -77,7 +77,7 @@ help:
 	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package, and roundpipe-train'
 	@echo 'make site           the documentation with search, in build/site'
 	@echo 'make gallery        draws the pictures of docs/gallery.md anew'
-	@echo 'make lint           ruff, mypy, clang-format'
+	@echo 'make lint           ruff, mypy, clang-format, the schemas of .github'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
 	@echo 'make bench-gpu      nine minutes on an accelerator: checks, tokens a second, long rows, large models, the link,'
@@ -308,6 +308,10 @@ lint: $(VENV)/.lint $(BUILD)/.configured
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy -p roundpipe
 	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/bug.yml \
+	  .github/ISSUE_TEMPLATE/feature.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(TOOLS) $(BIN)/python tools/thread_safety.py $(BUILD)
 
 format: $(VENV)/.lint
