@@ -146,15 +146,19 @@ def training(path: Path, options: argparse.Namespace) -> None:
     at = [line["step"] for line in steps]
 
     def curve(place: Any, title: str, value: Callable[[dict[str, Any]], float]) -> None:
-        place.plot(at, [value(line) for line in steps], color="#3b6fb6", linewidth=1)
+        """Each step thin, and the mean of the last ten."""
+        values = [value(line) for line in steps]
+        means = [sum(part) / len(part) for part in (values[max(0, n - 9) : n + 1] for n in range(len(values)))]
+        place.plot(at, values, color="#3b6fb6", linewidth=0.7, alpha=0.4)
+        place.plot(at, means, color="#3b6fb6", linewidth=2)
         place.set_title(title, loc="left")
 
     curve(axes[0, 0], "loss; held out: dots", lambda line: line["loss"])
     held_out = [(line["step"], line["evaluation_loss"]) for line in lines if "evaluation_loss" in line]
     axes[0, 0].plot(*zip(*held_out, strict=True), "o", color="#b03a2e")
-    curve(axes[0, 1], "tokens a second", lambda line: line["tokens"] / line["seconds"])
+    curve(axes[0, 1], "norm of the gradients", lambda line: line["grad_norm"])
     curve(axes[1, 0], "learning rate", lambda line: line["learning_rate"])
-    curve(axes[1, 1], "fullest device, MB", lambda line: line["device_bytes"] / 1e6)
+    curve(axes[1, 1], "memory of the fullest device, MiB", lambda line: line["device_bytes"] / 2**20)
     for place in (axes[0, 1], axes[1, 1]):
         place.set_ylim(bottom=0)
     for place in axes[1]:
