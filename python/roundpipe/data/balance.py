@@ -112,6 +112,11 @@ class BalancedSplit:
         parts = balance(lengths, n, quadratic=self._quadratic)
         return [[size * each + row for each in part for row in range(size)] for part in parts]
 
+    def of_part(self, part: int, parts: int) -> list[int]:
+        """The rows of one of several parts, such as nodes, from 0; none if there are fewer rows than parts."""
+        rows = self.parts(min(parts, self.most))
+        return rows[part] if part < len(rows) else []
+
     def inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], n: int
     ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
@@ -208,8 +213,8 @@ def rows_of_part(batch: Mapping[str, Any], part: int, parts: int, group: int = 1
     if parts == 1:
         return dict(batch)
     split = BalancedSplit(_kept(batch, "rows_of_part"), group=group)
-    rows = split.parts(min(parts, split.most))
-    return split.of_rows(dict(batch), rows[part]) if part < len(rows) else None
+    rows = split.of_part(part, parts)
+    return split.of_rows(dict(batch), rows) if rows else None
 
 
 def _kept(batch: Mapping[str, Any], where: str) -> torch.Tensor:

@@ -151,19 +151,22 @@ class Batches:
     def _groups(self) -> Iterator[list[int]]:
         """The numbers of each batch's samples."""
         for epoch in range(self._epochs):
-            order = self._samples.order(epoch, self._seed)
-            group: list[int] = []
-            tokens = 0
-            for begin in range(0, len(order), _AT_A_TIME):
-                numbers = order.at(np.arange(begin, min(begin + _AT_A_TIME, len(order))))
-                for number, length in zip(numbers.tolist(), self._samples.lengths(numbers).tolist(), strict=True):
-                    if group and tokens + length > self._batch_tokens:
-                        yield group
-                        group, tokens = [], 0
-                    group.append(number)
-                    tokens += length
-            if group:
-                yield group
+            yield from self._groups_of(epoch)
+
+    def _groups_of(self, epoch: int) -> Iterator[list[int]]:
+        order = self._samples.order(epoch, self._seed)
+        group: list[int] = []
+        tokens = 0
+        for begin in range(0, len(order), _AT_A_TIME):
+            numbers = order.at(np.arange(begin, min(begin + _AT_A_TIME, len(order))))
+            for number, length in zip(numbers.tolist(), self._samples.lengths(numbers).tolist(), strict=True):
+                if group and tokens + length > self._batch_tokens:
+                    yield group
+                    group, tokens = [], 0
+                group.append(number)
+                tokens += length
+        if group:
+            yield group
 
     def _padded(self, samples: Sequence[Sample]) -> dict[str, Any]:
         return collate(samples, self._pad_token_id)

@@ -479,10 +479,10 @@ class LanguageModel:
         return found.reduction is Reduction.SUM or (bool(found.honours_items) and is_part_of_a_sum(arguments))
 
     @staticmethod
-    def mean_loss(microbatches: int, scaler: LossScaler | None = None) -> OwnLoss:
+    def mean_loss(microbatches: int, scaler: LossScaler | None = None, any_rows: bool = False) -> OwnLoss:
         """A loss_fn that returns the model's own loss, such that the microbatches' losses sum to the batch's, times the
         scale of `scaler`."""
-        return OwnLoss(loss_in, microbatches, scaler)
+        return OwnLoss(loss_in, microbatches, scaler, any_rows)
 
 
 def _positions(arguments: dict[str, Any]) -> int | None:

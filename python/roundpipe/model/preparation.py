@@ -85,8 +85,9 @@ class Preparation:
             adds = self.followed.adds_losses(args, kwargs)
             config = adding_losses(config) if adds else config
             parts = 1 if adds else len(batch)
-            scaler = loss_fn.scaler if isinstance(loss_fn, ScaledOutputs) else None
-            loss_fn = self.followed.mean_loss(parts, scaler) if own_loss else self.followed.seen_by(loss_fn, parts)
+            scaled = loss_fn if isinstance(loss_fn, ScaledOutputs) else ScaledOutputs(None)
+            own = self.followed.mean_loss(parts, scaled.scaler, scaled.any_rows)
+            loss_fn = own if own_loss else self.followed.seen_by(loss_fn, parts)
         label_parts, changeable_label = owned(split_label(given.label, len(batch), config.split_label, rows))
         labels = [split(to_host(part, given.where)) for part in label_parts]
         route = route_of(config, "fused", self.layers)

@@ -40,6 +40,7 @@ _OWN: dict[Any, Callable[..., int]] = {
 }
 
 
+_META, _CPU = torch.device("meta"), torch.device("cpu")
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 _ATTENTION = "scaled_dot_product"  # in the names of fused attention
 # Neither views, by their schema, nor kernels.
@@ -132,3 +133,51 @@ def _touched(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
 def _size(tensor: torch.Tensor) -> int:
     # An expanded tensor is smaller than it looks.
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+class NumbersWithValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within its block, whole numbers on the CPU stay there and have values, and may be used together with tensors on
+    torch's meta device, whose results have none. So a model can look at its tokens and at the sizes of its pictures."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(leaf.is_meta for leaf in given):
+            return _of_numbers(func, args, kwargs, given)
+        if func._overloadpacket is torch.ops.aten.index:
+            args = (args[0], _places(args[1]), *args[2:])
+        if func._overloadpacket is torch.ops.aten.copy_ and not args[0].is_meta:
+            return args[0]  # whose values nobody knows any more
+        args, kwargs = pytree.tree_map_only(torch.Tensor, _without_values, (args, kwargs))
+        if kwargs.get("device") == _CPU:
+            kwargs["device"] = _META
+        return func(*args, **kwargs)
+
+
+def _of_numbers(func: Any, args: Any, kwargs: dict[str, Any], given: list[torch.Tensor]) -> Any:
+    """The result of a function of numbers alone; numbers that are made on the meta device are made on the CPU."""
+    device = kwargs.get("device")
+    if device is None or torch.device(device) != _META:
+        return func(*args, **kwargs)
+    here = func(*args, **{**kwargs, "device": _CPU}) if not _floats(kwargs, given) else None
+    return func(*args, **kwargs) if here is None or here.is_floating_point() else here
+
+
+def _floats(kwargs: dict[str, Any], given: list[torch.Tensor]) -> bool:
+    dtype = kwargs.get("dtype")
+    return (dtype is not None and dtype.is_floating_point) or any(leaf.is_floating_point() for leaf in given)
+
+
+def _places(indices: Any) -> list[Any]:
+    """Indices with masks as places, so that their number is known."""
+    found: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and not index.is_meta
+        found += index.nonzero().unbind(1) if is_mask else [index]
+    return found
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else torch.empty_like(tensor, device=_META)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
 from roundpipe.ops.functional import Arithmetic
-from roundpipe.plan.shape_meter import ShapeMeter
+from roundpipe.plan.shape_meter import NumbersWithValues, ShapeMeter
 from roundpipe.quantise import encode_weights
 from roundpipe.quantise.adapters import add_adapters
 from roundpipe.quantise.modules import count_parameters, plain_class
@@ -166,6 +166,7 @@ def measure(
     rows: int = 1,
     chunk_logit_bytes: int = 0,
     arithmetic: Arithmetic = _core.DEFAULT_ARITHMETIC,
+    pictured: Mapping[str, Any] | None = None,
 ) -> ModelShapes:
     """Measures each layer for a microbatch of some rows.
 
@@ -173,6 +174,7 @@ def measure(
         model: from `make_model`.
         chunk_logit_bytes: of the loss, see `linear_cross_entropy`; 0: as on a card.
         arithmetic: of the loss, and of layers that have a native form.
+        pictured: the model's arguments for rows with pictures; None: rows of text alone.
 
     Raises:
         ValueError: its forward needs values, or it is not a causal language model.
@@ -180,9 +182,15 @@ def measure(
     inner = language_model_in(model)
     if inner is None:
         raise ValueError(f"[shapes] {type(model).__name__} is not a causal language model of transformers")
-    walk = _Walk(model, inner, (rows, tokens), chunk_logit_bytes, arithmetic)
+    ids = torch.empty((rows, tokens), dtype=torch.int64, device=_META)
+    arguments = {"input_ids": ids, "labels": ids} if pictured is None else padded_to(tokens, pictured)
+    if pictured is not None:
+        _with_masks(model)
+    walk = _Walk(model, inner, arguments, chunk_logit_bytes, arithmetic)
     try:
-        layers = walk.run()
+        numbers = NumbersWithValues()  # type: ignore[no-untyped-call]
+        with nullcontext() if pictured is None else numbers:
+            layers = walk.run()
     except NotImplementedError as error:
         raise ValueError(f"[shapes] {type(inner).__name__} cannot run without values: {error}") from error
     except RuntimeError as error:
@@ -213,7 +221,21 @@ class _FusedAttention(TorchFunctionMode):
             return func(*args, **kwargs)
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         dropout, causal = kwargs.get("dropout_p", 0.0), kwargs.get("is_causal", False)
-        return fused(*args[:3], dropout, causal, scale=kwargs.get("scale"))[0]
+        mask = kwargs.get("attn_mask")
+        if mask is not None:  # each layer keeps one of its own
+            mask = torch.empty(mask.shape, dtype=args[0].dtype, device=_META)
+        return fused(*args[:3], dropout, causal, attn_mask=mask, scale=kwargs.get("scale"))[0]
+
+
+def _with_masks(model: Any) -> None:
+    """Lets a model make masks for padded rows, which it does not for an attention that it does not know."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    name = f"{_ATTENTION}_with_masks"
+    AttentionInterface.register(name, _fused_attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    model.set_attn_implementation(name)
 
 
 def _fused_attention(*args: Any, **kwargs: Any) -> Any:
@@ -252,15 +274,16 @@ class _Walk:
     """One forward of the model, with its layers run separately."""
 
     def __init__(
-        self, model: nn.Module, inner: Any, shape: tuple[int, int], chunk_logit_bytes: int, arithmetic: Arithmetic
+        self, model: nn.Module, inner: Any, arguments: Mapping[str, Any], chunk_logit_bytes: int, arithmetic: Arithmetic
     ) -> None:
         self._model, self._chunk_logit_bytes, self._arithmetic = model, chunk_logit_bytes, arithmetic
-        self._inner = inner
+        self._inner, self._arguments = inner, arguments
         self._layers = list(find_layers(inner))
-        self._ids = torch.empty(shape, dtype=torch.int64, device=_META)
+        self._ids = arguments["input_ids"]
+        self._towers = _Towers(inner, self._layers)
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
-        self._meter = ShapeMeter([*model.parameters(), *model.buffers(), self._ids])
+        self._meter = ShapeMeter([*model.parameters(), *model.buffers(), *_tensors(arguments)])
         self._known: dict[Any, tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]] = {}
         self._shapes: list[LayerShape] = []
         self._work, self._base = _core.LayerWork(), 0
@@ -274,8 +297,8 @@ class _Walk:
         try:
             for index, (layer, forward) in enumerate(replaced):
                 layer.__dict__["forward"] = self._stand_in(index, layer, forward)
-            with torch.enable_grad(), meter, self._postponed_logits():
-                output = self._model(input_ids=self._ids, labels=self._ids, use_cache=False)
+            with torch.enable_grad(), meter, self._postponed_logits(), self._towers.watched():
+                output = self._model(**self._arguments, use_cache=False)
                 loss = output[0] if isinstance(output, tuple) else output.loss
                 del output
                 self._after(loss)
@@ -311,7 +334,7 @@ class _Walk:
 
     def _travelling(self, args: Any, kwargs: Any) -> int:
         """Bytes that pass from layer to layer: a layer's tensors, and the labels, which the last layer needs."""
-        return sum(tensor.nbytes for tensor in _tensors((args, kwargs))) + self._ids.nbytes
+        return sum(int(tensor.nbytes) for tensor in _tensors((args, kwargs))) + int(self._ids.nbytes)
 
     def _before(self, args: Any, kwargs: Any) -> None:
         meter = self._meter
@@ -320,9 +343,9 @@ class _Walk:
         given = [torch.ones_like(root) for root in roots]
         backward = saved + self._backward(roots, given)
         outputs = self._travelling(args, kwargs)
-        # Token ids and labels come in.
+        inputs = sum(value.nbytes for value in self._arguments.values() if isinstance(value, torch.Tensor))
         footprint = _core.LayerFootprint(
-            2 * self._ids.nbytes, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
+            inputs, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
         )
         self._shapes.append(LayerShape("before", footprint, self._outside(first=True), work, meter.work - work))
 
@@ -405,13 +428,14 @@ class _Walk:
             return tuple(candidates.blocks())
 
     def _outside(self, first: bool) -> _core.LayerBytes:
-        """Bytes of the weights outside the layers: the embedding belongs to the first part, all others to the last."""
+        """Bytes of the weights outside the layers: the embedding and what sees pictures belong to the first part, all
+        others to the last."""
         embedding = self._inner.get_input_embeddings()
         head = self._inner.get_output_embeddings()
+        towers = self._towers.called
         if first:
-            return _size([embedding], self._tied)
-        inside = {id(module) for layer in self._layers for module in layer.modules()}
-        inside |= {id(module) for module in embedding.modules()}
+            return _size([embedding, *towers], self._tied)
+        inside = {id(module) for part in (*self._layers, embedding, *towers) for module in part.modules()}
         others = [
             module
             for module in self._inner.modules()
@@ -438,6 +462,69 @@ class _Walk:
             self._inner.__dict__.pop("_loss_function")
             if before is not None:
                 self._inner.__dict__["_loss_function"] = before
+
+
+class _Towers:
+    """The parts of a model beside its layers that are called before the first of them, and have weights: what sees
+    pictures.
+
+    Args:
+        inner: the model.
+        layers: of it.
+
+    Attributes:
+        called: those that were called.
+    """
+
+    def __init__(self, inner: nn.Module, layers: Sequence[nn.Module]) -> None:
+        self._layers, self.called = layers, list[nn.Module]()
+        known = {id(module) for module in (*layers, inner.get_input_embeddings())}  # type: ignore[operator]
+        self._parts: list[nn.Module] = []
+        left = [inner]
+        for module in left:
+            for part in module.children():
+                if id(part) in known:
+                    continue
+                if any(id(each) in known for each in part.modules()):
+                    left.append(part)
+                elif next(part.parameters(), None) is not None:
+                    self._parts.append(part)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Within the block, notes what is called."""
+        handles = []
+        for part in self._parts:
+            for module in part.modules():
+                handles.append(module.register_forward_pre_hook(lambda *_, part=part: self._note(part)))
+        self._is_open = True
+        handles.append(self._layers[0].register_forward_pre_hook(lambda *_: self._end()))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, part: nn.Module) -> None:
+        if self._is_open and not any(part is each for each in self.called):
+            self.called.append(part)
+
+    def _end(self) -> None:
+        self._is_open = False
+
+
+def padded_to(tokens: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of rows with pictures as they are if one of the rows has so many tokens, and pixels without values."""
+    shape = arguments["input_ids"].shape
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == shape and not value.is_floating_point():
+            fill = -100 if name == "labels" else 0
+            value = F.pad(value, (0, max(0, tokens - shape[1])), value=fill)
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            value = torch.empty_like(value, device=_META)
+        found[name] = value
+    return found
 
 
 def _drop(parameter: torch.Tensor) -> None:

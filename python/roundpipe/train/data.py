@@ -122,8 +122,6 @@ def read_data(
             f"[train] {', '.join(others)} has texts or tokens, and other data has pictures, expected conversations "
             "alone; leave one of them out"
         )
-    if found.summary.pictures and nodes.size > 1:
-        raise ValueError("[train] the data has pictures and there are several processes, expected one; train in one")
     if found.summary.pairs and config.tokens_of_step < 2 * config.length and nodes.is_first:
         print(
             f"[train] a step has {config.tokens_of_step} tokens, and a pair may have {2 * config.length}, twice "

@@ -14,6 +14,7 @@ import torch
 import roundpipe
 from roundpipe import _core
 from roundpipe.data.balance import microbatch_count
+from roundpipe.data.pictures.batches import PICTURED, Largest, PictureBatches
 from roundpipe.model.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.model.memory.host import free_host_bytes
 from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
@@ -27,7 +28,7 @@ from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData, read_data
 from roundpipe.train.interface.progress import duration
-from roundpipe.train.model import has_pictures, meta_model, rule_of, tokenizer_of, weights_of
+from roundpipe.train.model import meta_model, pictures_of, rule_of, tokenizer_of, weights_of
 from roundpipe.train.nodes import RunNodes, launched_processes
 from roundpipe.train.run_folder import DATA_FOLDER, RunFolder
 from roundpipe.train.tasks.samples import PAIR
@@ -44,6 +45,7 @@ class Forecast:
         shapes: with one row.
         rows: of the largest microbatch.
         microbatches: of a step.
+        pictures: in this microbatch; None: the data has none.
         found: the plan, and the memory of a device.
         host: memory of the host.
         host_room: what the host has for it.
@@ -52,6 +54,7 @@ class Forecast:
     shapes: ModelShapes
     rows: int
     microbatches: int
+    pictures: int | None
     found: Fit
     host: HostPrediction
     host_room: int
@@ -93,24 +96,20 @@ def dry_run(
     if config.devices is not None:
         roundpipe.devices(config.devices)
     given = None if machine_file is None else _machine_of(machine_file)
-    if has_pictures(config):
-        raise ValueError(
-            "[train] --dry-run does not predict models that take pictures, expected a model of text alone; try the run "
-            "with --steps 2, whose report shows the time of a step and the memory"
-        )
     meta_model(config)  # which refuses what does not fit the model, before data is read
     tokenizer = tokenizer_of(config)
+    pictures = pictures_of(config, tokenizer)
     with tempfile.TemporaryDirectory() as temporary:
-        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, nodes)
-    config.rate_factor(data.steps)
-    say(str(data.summary))
-    machine = measure(roundpipe.devices()) if given is None else given
-    forecast = _forecast(config, machine)
-    for line in _lines(config, forecast, data, machine):
-        say(line)
-    for line in _disk(config, forecast, folder.path):
-        say(line)
-    say(_verdict(config, forecast, machine))
+        data = read_data(config, tokenizer, Path(temporary) / DATA_FOLDER, nodes, pictures=pictures)
+        config.rate_factor(data.steps)
+        say(str(data.summary))
+        machine = measure(roundpipe.devices()) if given is None else given
+        forecast = _forecast(config, machine, data)
+        for line in _lines(config, forecast, data, machine):
+            say(line)
+        for line in _disk(config, forecast, folder.path):
+            say(line)
+        say(_verdict(config, forecast, machine, data))
     return forecast.fits
 
 
@@ -124,14 +123,18 @@ def _machine_of(file: str | Path) -> Machine:
     return machine
 
 
-def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
+def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     pool = roundpipe.devices()
     group = PAIR if config.task in ("dpo", "reward") else 1  # rows that stay together
     groups = max(1, config.tokens_of_step // (group * config.length))
+    largest: Largest | None = None
+    if isinstance(data.train, PictureBatches):
+        largest = data.train.largest(microbatch_count(groups, config.microbatches))
+        groups = len(largest.batch["input_ids"])
     microbatches = microbatch_count(groups, config.microbatches)
     rows = group * math.ceil(groups / microbatches)
     device = torch.device(pool.torch_devices[0])
-    shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)))
+    shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)), largest)
     dtype = next(shapes.model.parameters()).dtype
     gflops = matmul_gflops(device, dtype)
     # Virtual devices share the host's cores.
@@ -155,10 +158,11 @@ def _forecast(config: TrainConfig, machine: Machine) -> Forecast:
     room = free_host_bytes() if config.host_memory is None else _core.parse_bytes(config.host_memory)
     found = fit(request, layers, of_each, host_room=room - host.total)
     host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)
-    return Forecast(shapes, rows, microbatches, found, host, room)
+    pictures = None if largest is None else largest.pictures
+    return Forecast(shapes, rows, microbatches, pictures, found, host, room)
 
 
-def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShapes:
+def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int, largest: Largest | None) -> ModelShapes:
     return measure_shapes(
         meta_model(config, causal=True),
         config.length,
@@ -166,6 +170,7 @@ def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int) -> ModelShap
         rows,
         chunk_logit_bytes,
         config.arithmetic,
+        None if largest is None else largest.batch[PICTURED](largest.places),
     )
 
 
@@ -180,6 +185,8 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
         f"steps    {data.steps:,} of at most {config.tokens_of_step:,} tokens, in {forecast.microbatches} microbatches "
         f"of at most {forecast.rows} rows"
     )
+    if forecast.pictures is not None:
+        yield f"pictures {forecast.pictures:,} in the microbatch with the most of them, for which memory is predicted"
     yield f"devices  {roundpipe.devices().description}"
     yield f"plan     {best.cut}"
     speed = config.tokens_of_step / forecast.step_ms * 1000 if forecast.step_ms else 0.0
@@ -225,7 +232,7 @@ def _disk(config: TrainConfig, forecast: Forecast, out: Path) -> Iterator[str]:
     )
 
 
-def _verdict(config: TrainConfig, forecast: Forecast, machine: Machine) -> str:
+def _verdict(config: TrainConfig, forecast: Forecast, machine: Machine, data: RunData) -> str:
     if forecast.fits:
         return "fits (predicted)"
     short = []
@@ -234,21 +241,23 @@ def _verdict(config: TrainConfig, forecast: Forecast, machine: Machine) -> str:
     if not forecast.found.fits:
         short.append(f"a device needs {_size(forecast.found.device.total)} of {_size(forecast.found.memory)}")
     for change, changed in _changes(config, forecast):
-        if _forecast(changed, machine).fits:
+        if _forecast(changed, machine, data).fits:
             return f"does not fit (predicted): {'; '.join(short)}; it would with {change}"
     return f"does not fit (predicted): {'; '.join(short)}; give it more memory, or take a smaller model"
 
 
 def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, TrainConfig]]:
     """Changes that may make it fit, the smallest first."""
-    all_rows = max(1, config.tokens_of_step // config.length)
+    all_rows = forecast.rows * forecast.microbatches
+    if forecast.pictures is None:
+        all_rows = max(1, config.tokens_of_step // config.length)
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
     if config.moments == "fp32" and config.optimizer in WITH_8BIT:
         yield "--moments 8bit", dataclasses.replace(config, moments="8bit")
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
-    length = config.length
+    length = config.length if forecast.pictures is None else 0  # a shorter one leaves samples out
     while not forecast.found.fits and length // _SHORTER >= _SHORTEST:
         length //= _SHORTER
         yield f"--length {length}", dataclasses.replace(config, length=length, microbatches=None, batch_tokens=None)

@@ -13,7 +13,7 @@ import torch
 
 import roundpipe
 from roundpipe import _core
-from roundpipe.data.balance import rows_of_part
+from roundpipe.data.balance import BalancedSplit, rows_of_part
 from roundpipe.distributed.groups import control_beside, timeout_of
 from roundpipe.distributed.ranks import Ranks
 from roundpipe.train.config import TrainConfig
@@ -104,6 +104,12 @@ class RunNodes:
     def rows_of(self, batch: Mapping[str, Any], group: int = 1) -> dict[str, Any] | None:
         """This node's rows of a batch, of which so many stay together; None: it has none."""
         return rows_of_part(batch, self.rank, self.size, group)
+
+    def places_of(self, attention_mask: torch.Tensor) -> list[int]:
+        """The places of this node's rows in a batch with this mask: those that `rows_of` gives."""
+        if self.size == 1:
+            return list(range(len(attention_mask)))
+        return BalancedSplit(attention_mask).of_part(self.rank, self.size)
 
 
 def launched_processes() -> str:

@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import roundpipe
+from roundpipe import _core
+from roundpipe.data.pictures.batches import PictureBatches
+from roundpipe.model.memory.budget import DEVICE_VARIABLE, budget_of, is_unmeasured
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.data import RunData
 from roundpipe.train.nodes import RunNodes
@@ -16,6 +19,8 @@ from roundpipe.train.tasks.answers import OBJECTIVES, AnswerOptions, Answers
 from roundpipe.train.tasks.objective import NextTokens, Objective, TokensOfPictures
 from roundpipe.train.tasks.reference import read_reference, reference_of, write_reference
 from roundpipe.train.tasks.samples import ComparedSamples
+
+_OF_DEVICES = ("device_memory", DEVICE_VARIABLE)
 
 
 def objective_of(
@@ -36,6 +41,39 @@ def objective_of(
     if config.task != "reward":
         _refer(objective, data, folder, nodes)
     return objective
+
+
+def require_room(config: TrainConfig, objective: Objective, data: RunData, nodes: RunNodes) -> None:
+    """Predicts the memory of the batch with the largest microbatch of pictures, before the first step: later batches
+    may have more of them than the first one. Nothing is predicted without a limit of devices. Collective.
+
+    Raises:
+        ValueError: a device has less memory than the batch takes, on some node.
+    """
+    if not isinstance(objective, TokensOfPictures) or not isinstance(data.train, PictureBatches):
+        return
+    train = data.train
+
+    def predicted() -> None:
+        limits = [limit for entry in roundpipe.devices().memory_report() if (limit := int(entry["limit_bytes"]))]
+        budget = None if is_unmeasured(config.device_memory) else budget_of(config.device_memory, *_OF_DEVICES)
+        limit = min([*limits, *([] if budget is None else [budget])], default=0)
+        if not limit or is_unmeasured(config.device_memory):
+            return
+        count = config.microbatches or len(roundpipe.devices()) + 1
+        batch, places, pictures = train.largest(count)
+        found = objective.predict(batch)
+        if found is None or found.needed <= limit:
+            return
+        parts = ", ".join(f"{name} {_core.format_bytes(size)}" for name, size in found.rows().items() if size)
+        raise ValueError(
+            f"[train] a microbatch of {len(places)} rows with {pictures} pictures takes "
+            f"{_core.format_bytes(found.needed)} of a device (predicted: {parts}), expected at most "
+            f"{_core.format_bytes(limit)}; raise --microbatches above {count}, train on smaller pictures, or lower "
+            "--batch-tokens"
+        )
+
+    nodes.each(predicted)
 
 
 def _refer(objective: Answers, data: RunData, folder: RunFolder, nodes: RunNodes) -> None:

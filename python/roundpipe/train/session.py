@@ -30,7 +30,7 @@ from roundpipe.train.interface.progress import Screen
 from roundpipe.train.loop import Observer, Training
 from roundpipe.train.model import check_run, load_model, pictures_of, save_result, tokenizer_of
 from roundpipe.train.nodes import RunNodes, joined_nodes
-from roundpipe.train.objectives import objective_of
+from roundpipe.train.objectives import objective_of, require_room
 from roundpipe.train.optimizer import make_optimizer, make_schedule
 from roundpipe.train.report import RunReport, write_report
 from roundpipe.train.run_folder import (
@@ -143,6 +143,7 @@ def _train(
     nodes: RunNodes,
 ) -> int:
     objective = objective_of(config, model, data, folder, nodes)
+    require_room(config, objective, data, nodes)
     training = Training(config, model, optimizer, schedule, data, folder.path, nodes, objective)
     step = training.load() if folder.goes_on else 0
     with contextlib.ExitStack() as open_files:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from node_processes import NodeProcesses
 from robustness import script_environment
 from tiny_chat import byte_tokenizer, chat_file, model_folder, tiny_llama
+from tiny_pictures import llava, picture_model_folder, shape_file
 
 STEPS, LENGTH = 4, 64
 TRAIN, STOP = "train_programs:train", "train_programs:train_and_stop"
@@ -86,6 +87,24 @@ def test_answers_are_compared_as_on_one_node(
     assert [code for code, _ in nodes.results(1, TRAIN, {**values, "out": str(one)})] == [0]
     assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
     assert_close(metrics(two), metrics(one))
+
+
+@pytest.mark.parametrize("freeze", [None, ["language_model", "lm_head"]], ids=["all", "tower"])
+def test_conversations_with_pictures(
+    freeze: list[str] | None, nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path
+) -> None:
+    picture_model_folder(tmp_path / "model", llava())
+    data = str(shape_file(tmp_path / "data", 9, uneven=True))
+    # Three rows to a step, so that a node has rows without pictures in some.
+    values = {**usual, "model": str(tmp_path / "model"), "data": [data], "held_out": 2.0, "batch_tokens": 200}
+    values |= {"freeze": freeze, "optimizer": "sgd", "length": 128}
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert [code for code, _ in nodes.results(1, TRAIN, {**values, "out": str(one)})] == [0]
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
+    assert_close(metrics(two), metrics(one))
+    expected = load_file(one / "model" / "model.safetensors")
+    for name, value in load_file(two / "model" / "model.safetensors").items():
+        assert (value - expected[name]).abs().max() < 1e-4, name
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""Models with batches for tests of memory: transformers, mixtures of experts and convolutions."""
+"""Models with batches for tests of memory: transformers, mixtures of experts, pictures and convolutions."""
 
 from __future__ import annotations
 
@@ -72,6 +72,28 @@ def mixture(width: int, experts: int, layers: int, rows: int, tokens: int) -> Ca
     return Case(MixtralForCausalLM(config), {"input_ids": ids, "labels": ids})
 
 
+def pictures(counts: list[int], side: int, patch: int = 8) -> Case:
+    """A LLaVA, and a row for each number of pictures."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4}
+    token, of_each, tokens = 499, (side // patch) ** 2, 160
+    model = LlavaForConditionalGeneration(
+        LlavaConfig(
+            text_config=LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=500),
+            vision_config=CLIPVisionConfig(**sizes, image_size=side, patch_size=patch),
+            image_token_id=token,
+            vision_feature_layer=-1,
+        )
+    )
+    ids = torch.randint(0, token, (len(counts), tokens))
+    for row, count in enumerate(counts):
+        ids[row, 1 : 1 + count * of_each] = token
+    pixels = torch.randn(sum(counts), 3, side, side)
+    return Case(model, {"input_ids": ids, "labels": ids.masked_fill(ids == token, -100), "pixel_values": pixels})
+
+
 class Residual(nn.Module):
     """Three convolutions with batch norm, and the input added."""
 
@@ -106,6 +128,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "mixture of eight": lambda: mixture(128, 8, 3, 6, 64),
     "mixture of two": lambda: mixture(256, 2, 3, 6, 64),
     "mixture of 16": lambda: mixture(64, 16, 3, 6, 128),
+    "pictures": lambda: pictures([1] * 6, 48),
+    "pictures in some rows": lambda: pictures([1, 0, 2, 1, 0, 0], 64),
+    "large pictures": lambda: pictures([1, 1, 1], 96),
     "conv 8": lambda: convolutions(8, 32, 4, 12),
     "conv 16": lambda: convolutions(16, 32, 4, 12),
     "conv 32": lambda: convolutions(32, 16, 6, 12),
@@ -114,5 +139,13 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-IN_EVERY_RUN = {"llama 64", "llama with a large vocabulary", "llama in bf16", "mixture 64", "mixture of 16", "conv 8"}
+IN_EVERY_RUN = {
+    "llama 64",
+    "llama with a large vocabulary",
+    "llama in bf16",
+    "mixture 64",
+    "mixture of 16",
+    "pictures in some rows",
+    "conv 8",
+}
 EACH_CASE = [pytest.param(name, marks=() if name in IN_EVERY_RUN else pytest.mark.long) for name in CASES]

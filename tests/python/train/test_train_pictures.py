@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,13 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+import roundpipe
 from interrupted_output import InterruptedAt
+from roundpipe import _core
 from roundpipe.data.records.store import SampleFiles
+from roundpipe.plan.machine import Machine
 from roundpipe.train.config import TrainConfig
+from roundpipe.train.dry_run import dry_run
 from roundpipe.train.session import run
 from tiny_pictures import gemma, llava, picture_model_folder, shape_file
 
@@ -115,6 +120,38 @@ def test_a_run_with_pictures_goes_on_to_the_same_bits(
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     samples = [json.loads(line) for line in (Path(ours.out) / "samples.jsonl").read_text().splitlines()]
     assert any("<image>" in sample["prompt"] for sample in samples)
+
+
+@pytest.mark.parametrize(
+    ("kind", "freeze"), [("llava", None), ("llava", ["vision_tower"]), ("gemma", None)], ids=["all", "frozen", "gemma"]
+)
+def test_a_dry_run_counts_pictures(
+    kind: str, freeze: Any, config: Callable[..., TrainConfig], place: Path, tmp_path: Path
+) -> None:
+    usual = {"freeze": freeze, "devices": "virtual:1", "samples": 0, "in_order": True}
+    ours = config(kind, **usual)
+    assert run(ours, resume=False) == 0
+    peak = roundpipe.devices().memory_report()[0]["peak_bytes"]
+    files = SampleFiles(Path(ours.out) / "data", pairs=False)
+    longest = max(len(files.sample(number)["input_ids"]) for number in range(ROWS))
+    rates = {"link_up_gb_per_s": 0.1, "link_down_gb_per_s": 0.1, "host_gb_per_s": 0.0}
+    Machine("test", [(1.0, 0)], rates, 1.0).save(place / "machine.toml")
+    lines: list[str] = []
+    other = config(kind, **usual, length=longest, out=str(tmp_path / "other"))
+    assert dry_run(other, False, lines.append, place / "machine.toml")
+    assert any(line.startswith("pictures 3 in the microbatch with the most of them") for line in lines)
+    (found,) = (re.match(r"device +([\d.]+) (\w+) \(predicted\)", line) for line in lines if line.startswith("device "))
+    assert found is not None
+    predicted = _core.parse_bytes(found[1] + found[2])
+    assert 0.97 * peak <= predicted <= 1.25 * peak, (predicted, peak)
+
+
+def test_pictures_that_do_not_fit_are_refused_before_training(config: Callable[..., TrainConfig]) -> None:
+    usual = {"devices": "virtual:1", "batch_tokens": 256, "samples": 0, "in_order": True}
+    with pytest.raises(
+        ValueError, match=r"a microbatch of \d rows with \d pictures takes .* of a device \(predicted: weights .*"
+    ):
+        run(config(**usual, device_memory="2MB", microbatches=1), resume=False)
 
 
 def test_what_cannot_be_trained_so_is_refused(config: Callable[..., TrainConfig], place: Path, tmp_path: Path) -> None:

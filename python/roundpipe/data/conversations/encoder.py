@@ -135,18 +135,19 @@ class ChatEncoder:
                 for draft in drafts:
                     if self._pictures is not None and not draft.pictures:
                         self._pictures.refuse_tokens(draft.text)
-                    encoded.samples.append(self._with_pictures(draft) if draft.pictures else made[id(draft)])
-                    encoded.rendered.append(Rendered(draft.text, draft.pictures))
+                    sample, size = self._with_pictures(draft) if draft.pictures else (made[id(draft)], 0)
+                    encoded.samples.append(sample)
+                    encoded.rendered.append(Rendered(draft.text, draft.pictures, size))
                     _note(encoded.notes, *draft.notes)
             except UnusableError as error:
                 place = next(number for number, each in enumerate(found) if each is encoded)
                 found[place] = error
         return found
 
-    def _with_pictures(self, draft: Draft) -> ChatSample:
+    def _with_pictures(self, draft: Draft) -> tuple[ChatSample, int]:
         assert self._pictures is not None
-        tokens, learnt = self._pictures.encode(draft.text, draft.spans, draft.pictures)
-        return {"input_ids": tokens, "labels": _labels(tokens, learnt)}
+        tokens, learnt, size = self._pictures.encode(draft.text, draft.spans, draft.pictures)
+        return {"input_ids": tokens, "labels": _labels(tokens, learnt)}, size
 
     def _drafts(self, template: ChatTemplate, conversation: Conversation, notes: list[str]) -> list[Draft]:
         chat = RenderedChat(template, conversation)
@@ -214,7 +215,11 @@ class ChatEncoder:
         endings = [str(self._tokenizer.decode(tokens[max(begin, end - 2) : end])) for begin, end in stretches]
         if not all(template.has_own(ending) for ending in endings):
             _note(notes, NO_END)
-        return EncodedChat([{"input_ids": tokens, "labels": _labels(tokens, learnt)}], notes)
+        rendered: list[Rendered] = []
+        if self._pictures is not None:  # others of the batch may have some
+            self._pictures.refuse_tokens(chat.whole)
+            rendered = [Rendered(chat.whole, ())]
+        return EncodedChat([{"input_ids": tokens, "labels": _labels(tokens, learnt)}], notes, rendered)
 
     def _plainly(self, conversation: Conversation) -> ChatSample:
         if conversation.tools or any(message.get("tool_calls") for message in conversation.messages):

@@ -38,10 +38,12 @@ class Draft:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a sample was made of: a text as the chat template writes it, and the files of its pictures."""
+    """What a sample was made of: a text as the chat template writes it, and the files of its pictures, of which a
+    processor makes `size` bytes for the model."""
 
     text: str
     pictures: tuple[str, ...]
+    size: int = 0
 
 
 def tokenized(tokenizer: PreTrainedTokenizerBase, drafts: Sequence[Draft]) -> list[ChatSample]:

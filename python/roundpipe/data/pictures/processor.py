@@ -12,6 +12,8 @@ from roundpipe.data.pictures.files import read_picture
 from roundpipe.data.unusable import UnusableError
 
 Spans = Sequence[tuple[int, int]]
+OF_TOKENS = ("input_ids", "attention_mask", "offset_mapping")
+"""What a processor makes of the text."""
 
 
 class _Recorder:
@@ -76,8 +78,9 @@ class PictureProcessor:
             detail = f"its text has {found}, and it has no picture"
             raise UnusableError("broken", "the model's token for a picture in a text", detail)
 
-    def encode(self, text: str, spans: Spans, pictures: Sequence[str]) -> tuple[list[int], list[bool]]:
-        """The tokens of a text with pictures, and which of them are learnt.
+    def encode(self, text: str, spans: Spans, pictures: Sequence[str]) -> tuple[list[int], list[bool], int]:
+        """The tokens of a text with pictures, which of them are learnt, and the bytes of what the model gets of the
+        pictures.
 
         Args:
             text: as the chat template writes it.
@@ -109,7 +112,7 @@ class PictureProcessor:
                 if left < right:
                     for number, (start, _) in enumerate(offsets):
                         learnt[number] = learnt[number] or place + left <= start < place + right
-        return tokens, learnt
+        return tokens, learnt, sum(_bytes_of(value) for name, value in made.items() if name not in OF_TOKENS)
 
     def batch(self, texts: Sequence[str], pictures: Sequence[Sequence[str]]) -> dict[str, Any]:
         """The processor's tensors for rows, padded on the right: `input_ids`, `attention_mask`, pixels and what else
@@ -134,6 +137,13 @@ class PictureProcessor:
             except Exception as error:  # whatever a processor raises
                 failed = failed or error
         raise UnusableError("broken", f"the processor failed: {str(failed)[:120]}", "expected pictures that it takes")
+
+
+def _bytes_of(value: Any) -> int:
+    """Of an array, or of lists of them; numbers in lists count little."""
+    if isinstance(value, list | tuple):
+        return sum(map(_bytes_of, value))
+    return int(getattr(value, "nbytes", 0))
 
 
 def _places(text: str, pieces: Sequence[str]) -> list[int]:

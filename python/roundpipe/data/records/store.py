@@ -3,8 +3,9 @@
 A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
 sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
 of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample that is
-rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample, its text and the
-files of its pictures, or null if it has no text; a sixth says where the lines begin, in 8 bytes each.
+rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample: its text, the
+files of its pictures and the bytes that the processor makes of them, or null if it has no text; a sixth says where the
+lines begin, in 8 bytes each.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class SampleWriter:
         # The folder may move.
         own = (Path(file) for file in sample.rendered.pictures)
         files = [str(file.relative_to(self._folder) if file.is_relative_to(self._folder) else file) for file in own]
-        return [sample.rendered.text, files]
+        return [sample.rendered.text, files, sample.rendered.size]
 
 
 @contextmanager
@@ -202,20 +203,23 @@ class SampleFiles:
         return self._tokens.lengths(samples)
 
     def sample(self, number: int) -> dict[str, Any]:
-        """A sample's `input_ids` and `labels`, `is_good` if it is rated, and `text` and `pictures` for a model that
-        takes pictures; of a pair, those of `chosen` and of `rejected`."""
+        """A sample's `input_ids` and `labels`, `is_good` if it is rated, and `text`, `pictures` and `picture_bytes` for
+        a model that takes pictures; of a pair, those of `chosen` and of `rejected`."""
         if self.pairs:
             return {"chosen": self._document(2 * number), "rejected": self._document(2 * number + 1)}
         rating: dict[str, Any] = {"is_good": bool(self._good[number])} if len(self._good) else {}
         return self._document(number) | rating | self._made_of(number)
 
     def _made_of(self, number: int) -> dict[str, Any]:
-        """The `text` and `pictures` of a sample for a model that takes pictures; empty without a text."""
+        """What a sample was made of for a model that takes pictures; empty without a text."""
         if not len(self._lines):
             return {}
         end = int(self._lines[number + 1]) if number + 1 < len(self._lines) else len(self._rendered)
         made = json.loads(self._rendered[int(self._lines[number]) : end].tobytes())
-        return {} if made is None else {"text": made[0], "pictures": [str(self._folder / file) for file in made[1]]}
+        if made is None:
+            return {}
+        text, files, size = made
+        return {"text": text, "pictures": [str(self._folder / file) for file in files], "picture_bytes": size}
 
     def _document(self, number: int) -> dict[str, torch.Tensor]:
         tokens, runs = self._tokens.document(number), self._runs.document(number)

@@ -32,13 +32,18 @@ def outputs_as_loss(outputs: Any, label: Any) -> Any:
 
 
 class ScaledOutputs:
-    """`outputs_as_loss` times the scale of a scaler: for a model whose own loss is to be scaled."""
+    """`outputs_as_loss` times the scale of a scaler: for a model whose own loss is to be scaled.
 
-    def __init__(self, scaler: LossScaler) -> None:
-        self.scaler = scaler
+    Args:
+        scaler: None: the loss is not scaled.
+        any_rows: a batch may have nothing of what is trained, such as pictures: its loss counts, and has no gradient.
+    """
+
+    def __init__(self, scaler: LossScaler | None, any_rows: bool = False) -> None:
+        self.scaler, self.any_rows = scaler, any_rows
 
     def __call__(self, outputs: Any, label: Any) -> Any:
-        return self.scaler.scale(outputs)
+        return outputs if self.scaler is None else self.scaler.scale(outputs)
 
 
 def is_own_loss(loss_fn: Callable[[Any, Any], Any]) -> bool:
@@ -53,11 +58,14 @@ class OwnLoss:
         loss_in: finds the loss; None if there is none.
         parts: the number of microbatches whose losses are averaged.
         scaler: scales the part.
+        any_rows: see `ScaledOutputs`.
     """
 
-    def __init__(self, loss_in: Callable[[Any], Any], parts: int, scaler: LossScaler | None = None) -> None:
+    def __init__(
+        self, loss_in: Callable[[Any], Any], parts: int, scaler: LossScaler | None = None, any_rows: bool = False
+    ) -> None:
         self._loss_in, self._scaler = loss_in, scaler
-        self.parts = parts
+        self.parts, self.any_rows = parts, any_rows
         self.scale = None if scaler is None else scaler.loss_scale()
 
     def __call__(self, outputs: Any, label: Any) -> torch.Tensor:
@@ -67,6 +75,8 @@ class OwnLoss:
                 "[forward_backward] the model returned no loss, expected one; give labels in input_kwargs, or a loss_fn"
             )
         part = value if self.parts == 1 else value / self.parts
+        if self.any_rows and not part.requires_grad:
+            part = part.detach().requires_grad_()  # a leaf, whose backward does nothing
         return part if self._scaler is None else self._scaler.scale(part)
 
 
@@ -78,14 +88,15 @@ class MicrobatchLoss:
 
     Attributes:
         is_single: whether `loss_fn` returned one loss instead of a list. Set by calls.
-        own_parts: `OwnLoss.parts`, with which the engine makes the loss of a native head itself; None for others.
+        own_parts: `OwnLoss.parts`, with which the engine makes the loss of a native head itself; None for others, and
+            for a loss of any rows.
         own_scale: `OwnLoss.scale`, by which it multiplies that loss; None for others, and if it is not scaled.
     """
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
         self._loss_fn = loss_fn
         own = loss_fn if isinstance(loss_fn, OwnLoss) else None
-        self.own_parts = None if own is None else own.parts
+        self.own_parts = None if own is None or own.any_rows else own.parts
         self.own_scale = None if own is None else own.scale
         self.is_single = True
 

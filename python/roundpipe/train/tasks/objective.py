@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -10,8 +11,10 @@ import roundpipe
 from roundpipe import RoundPipeRunConfig
 from roundpipe.data.balance import balanced_config, microbatch_count
 from roundpipe.data.collate import count_label_tokens
+from roundpipe.data.pictures.batches import PICTURED
 from roundpipe.huggingface.evaluation import held_out_sum
-from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
+from roundpipe.model.call.loss_function import ScaledOutputs
+from roundpipe.model.memory.prediction import DeviceMemory
 
 T = TypeVar("T")
 
@@ -41,6 +44,8 @@ class Nodes(Protocol):
     size: int
 
     def rows_of(self, batch: Mapping[str, Any], group: int = 1) -> dict[str, Any] | None: ...
+
+    def places_of(self, attention_mask: Any) -> list[int]: ...
 
     def each(self, work: Callable[[], T]) -> list[T]: ...
 
@@ -84,22 +89,27 @@ class NextTokens:
         microbatches: of a step; None: one more than devices.
     """
 
+    _any_rows = False  # of `ScaledOutputs`
+
     def __init__(self, model: roundpipe.RoundPipe, nodes: Nodes, microbatches: int | None) -> None:
         self._model, self._nodes, self._microbatches = model, nodes, microbatches
 
     def begin(self, batch: dict[str, Any], scaler: roundpipe.GradScaler | None) -> Begun | None:
-        rows = self._nodes.rows_of(batch)
+        rows = self._rows(batch)
         if rows is None:
             return None
-        loss_fn = outputs_as_loss if scaler is None else ScaledOutputs(scaler)
-        pending = self._model.submit(input_kwargs=rows, loss_fn=loss_fn, run_config=self._cut(rows))
+        loss = ScaledOutputs(scaler, self._any_rows)
+        pending = self._model.submit(input_kwargs=rows, loss_fn=loss, run_config=self._cut(rows))
         return _BegunTokens(pending, count_label_tokens(rows["labels"]))
 
     def evaluate(self, batches: Iterable[dict[str, Any]]) -> Told:
-        parts = (self._nodes.rows_of(batch) for batch in batches)
+        parts = (self._rows(batch) for batch in batches)
         rows = (part for part in parts if part is not None)
         total, tokens = held_out_sum(self._model, rows, self._cut_held_out)
         return Told(total / tokens if tokens else 0.0, tokens)
+
+    def _rows(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        return self._nodes.rows_of(batch)
 
     def _cut(self, rows: Mapping[str, Any]) -> RoundPipeRunConfig:
         return balanced_config(rows, self._microbatches)
@@ -109,7 +119,23 @@ class NextTokens:
 
 
 class TokensOfPictures(NextTokens):
-    """The same of batches with pictures, which the model cuts itself, as it knows whose they are."""
+    """The same of batches with pictures, which the model cuts itself, as it knows whose they are. A node reads the
+    pictures of its rows alone, and may have none; so may a batch, also where only what sees them is trained."""
+
+    _any_rows = True
+
+    def predict(self, batch: dict[str, Any]) -> DeviceMemory | None:
+        """The memory that `begin` of this batch takes on a device, layer by layer if need be; None: this node has no
+        rows of it."""
+        rows = self._rows(batch)
+        if rows is None:
+            return None
+        loss, cut = ScaledOutputs(None, self._any_rows), dataclasses.replace(self._cut(rows), recompute_grain="layer")
+        return self._model.predict_memory(input_kwargs=rows, loss_fn=loss, run_config=cut).device
+
+    def _rows(self, batch: dict[str, Any]) -> dict[str, Any] | None:
+        places = self._nodes.places_of(batch["attention_mask"])
+        return batch[PICTURED](places) if places else None
 
     def _cut(self, rows: Mapping[str, Any]) -> RoundPipeRunConfig:
         return RoundPipeRunConfig(num_microbatch=microbatch_count(len(rows["input_ids"]), self._microbatches))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from roundpipe.data.pictures.batches import PictureBatches
+from roundpipe.data.pictures.batches import PICTURED, PictureBatches
 from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.records.prepare import DataOptions, PreparedData, prepare
 from roundpipe.data.samples import IGNORED
@@ -67,14 +67,19 @@ def test_several_turns_with_pictures(pictures: PictureProcessor, tmp_path: Path)
 def test_a_batch_is_the_processors(pictures: PictureProcessor, tmp_path: Path) -> None:
     data = prepared(pictures, shape_file(tmp_path / "data", 6, uneven=True), tmp_path / "out")
     sizes: dict[str, Any] = {"batch_tokens": 4096, "max_length": 256, "pad_token_id": pictures.tokenizer.pad_token_id}
-    (batch,) = PictureBatches(data.train, pictures=pictures, **sizes)
+    (rows,) = PictureBatches(data.train, pictures=pictures, **sizes)
+    batch = rows[PICTURED](range(6))
+    assert all(torch.equal(batch[name], rows[name]) for name in rows if name != PICTURED)
     assert batch["pixel_values"].shape[0] == 6
     assert batch["input_ids"].shape == batch["labels"].shape == batch["attention_mask"].shape
     count = (batch["labels"] != IGNORED).sum(1).tolist()
     assert count == [int((sample["labels"] != IGNORED).sum()) for sample in data.train]
     drawn("square", "red", 1).resize((112, 56)).save(tmp_path / "data" / "0-0.png")
-    (other,) = PictureBatches(data.train, pictures=pictures, **sizes)  # of the same tokens
-    assert not torch.equal(other["pixel_values"], batch["pixel_values"])
+    other = rows[PICTURED]([0, 2])  # of the same tokens
+    assert not torch.equal(other["pixel_values"], batch["pixel_values"][:1])
+    assert "pixel_values" not in rows[PICTURED]([2])
+    mask = rows["attention_mask"][[0, 2]]
+    assert torch.equal(other["input_ids"], rows["input_ids"][[0, 2], : int(mask.sum(1).max())])
 
 
 def test_pictures_in_every_form_and_broken_ones(pictures: PictureProcessor, tmp_path: Path) -> None:
@@ -104,6 +109,73 @@ def test_pictures_in_every_form_and_broken_ones(pictures: PictureProcessor, tmp_
         "a picture that is not there": 1,
         "a picture by its address on a network": 1,
     }
+
+
+def test_conversations_in_other_forms(pictures: PictureProcessor, tmp_path: Path) -> None:
+    drawn("square", "red", 1).save(tmp_path / "a.png")
+    image = str(tmp_path / "a.png")
+    asked = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what?"}]}]
+    answered = [{"role": "assistant", "content": [{"type": "text", "text": "red"}]}]
+    written = "<image>what?"
+    forms: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": written}, {"role": "assistant", "content": "red"}]},
+        {"prompt": written, "completion": "red"},
+        {"prompt": asked, "completion": answered},
+        {"prompt": "what?", "completion": "red"},
+        {"instruction": written, "output": "red"},
+        {"conversations": [{"from": "human", "value": written}, {"from": "gpt", "value": "red"}]},
+    ]
+    found = []
+    for number, form in enumerate(forms):
+        data = prepare(
+            [[{**form, "images": [image]}]],
+            pictures.tokenizer,
+            DataOptions(max_length=128),
+            tmp_path / f"out{number}",
+            pictures=pictures,
+        )
+        found.append(data.train[0])
+        assert found[-1]["pictures"] == [image]
+    for sample in found:
+        assert sample["text"] == found[0]["text"]
+        assert torch.equal(sample["input_ids"], found[0]["input_ids"])
+        assert torch.equal(sample["labels"], found[0]["labels"])
+
+
+@pytest.mark.parametrize(
+    ("record", "form", "reason"),
+    [
+        ({"text": "<image>red"}, "auto", "pictures beside a text"),
+        ({"prompt": "<image>?", "chosen": "red", "rejected": "blue"}, "auto", "pictures where answers are compared"),
+        ({"prompt": "<image>?", "completion": "red", "label": True}, "rated", "pictures where answers are compared"),
+    ],
+)
+def test_pictures_where_none_can_be_learnt_from(
+    record: dict[str, Any], form: Any, reason: str, pictures: PictureProcessor, tmp_path: Path
+) -> None:
+    drawn("square", "red", 1).save(tmp_path / "a.png")
+    options = DataOptions(max_length=128, format=form)
+    with pytest.raises(ValueError, match=f"nothing usable is left(.|\n)*{reason}"):
+        prepare(
+            [[{**record, "images": [str(tmp_path / "a.png")]}]],
+            pictures.tokenizer,
+            options,
+            tmp_path / "out",
+            pictures=pictures,
+        )
+
+
+def test_a_template_that_marks_answers(tmp_path: Path) -> None:
+    """Conversations without pictures take its marks, and are in one batch with others."""
+    processor = PictureProcessor(llava()[1])
+    template = processor.tokenizer.chat_template
+    marked = "{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}{% endgeneration %}{% el"
+    processor.tokenizer.chat_template = template.replace("{% if m['content']", marked + "if m['content']", 1)
+    data = prepared(processor, shape_file(tmp_path / "data", 3, uneven=True), tmp_path / "out")
+    sizes: dict[str, Any] = {"batch_tokens": 4096, "max_length": 256, "pad_token_id": processor.tokenizer.pad_token_id}
+    (rows,) = PictureBatches(data.train, pictures=processor, **sizes)
+    assert torch.equal(rows[PICTURED]([0, 1, 2])["input_ids"], rows["input_ids"])
+    assert learnt(processor, data.train[2]) == "no"
 
 
 def test_without_a_processor_pictures_are_counted(tmp_path: Path) -> None:
@@ -146,4 +218,4 @@ def test_a_picture_that_is_gone_names_the_batch(pictures: PictureProcessor, tmp_
     with pytest.raises(
         ValueError, match=r"a batch cannot be made: a picture that cannot be read: .*1-0\.png.* --resume"
     ):
-        next(iter(PictureBatches(data.train, pictures=pictures, **sizes)))
+        next(iter(PictureBatches(data.train, pictures=pictures, **sizes)))[PICTURED]([1])
