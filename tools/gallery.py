@@ -157,8 +157,10 @@ def training(path: Path, options: argparse.Namespace) -> None:
     held_out = [(line["step"], line["evaluation_loss"]) for line in lines if "evaluation_loss" in line]
     axes[0, 0].plot(*zip(*held_out, strict=True), "o", color="#b03a2e")
     curve(axes[0, 1], "norm of the gradients", lambda line: line["grad_norm"])
-    curve(axes[1, 0], "learning rate", lambda line: line["learning_rate"])
-    curve(axes[1, 1], "memory of the fullest device, MiB", lambda line: line["device_bytes"] / 2**20)
+    axes[1, 0].plot(at, [line["learning_rate"] for line in steps], color="#3b6fb6", linewidth=2)
+    axes[1, 0].set_title("learning rate", loc="left")
+    axes[1, 1].plot(at, [line["device_bytes"] / 2**20 for line in steps], color="#3b6fb6", linewidth=2)
+    axes[1, 1].set_title("memory of the fullest device, MiB", loc="left")
     for place in (axes[0, 1], axes[1, 1]):
         place.set_ylim(bottom=0)
     for place in axes[1]:
