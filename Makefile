@@ -65,7 +65,7 @@ help:
 	@echo 'make build-tests    compile the C++ tests'
 	@echo 'make test-cpp       C++ tests only'
 	@echo 'make test-python    Python tests only'
-	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/test-card.md'
+	@echo 'make test-card      a short form of the tests for accelerators, on the test card of docs/extending.md'
 	@echo 'make test-card-all  all of them, with delays; make test-all runs it too'
 	@echo 'make test-mutants   mistakes planted into the engine, each found by a test on that card. About half an hour'
 	@echo 'make test-silence   two thousand random programs of what users do, beside plain PyTorch. About a minute'

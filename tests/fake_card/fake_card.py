@@ -1,6 +1,6 @@
 """torch's module of the devices "card", which is `torch.card` once torch has loaded it.
 
-A card computes on the host, later, on the threads of its streams; docs/test-card.md says what that shows. Beside what
+A card computes on the host, later, on the threads of its streams; docs/extending.md says what that shows. Beside what
 such a module has for any kind of device, the functions at the end let a test say when things happen.
 """
 

@@ -1,6 +1,6 @@
 """Plants mistakes into the engine, one at a time, and tells which of them the tests on the test card find.
 
-`make test-mutants` runs it; docs/test-card.md has the table. Each mistake is one change of text in a copy of the
+`make test-mutants` runs it; docs/extending.md has the table. Each mistake is one change of text in a copy of the
 sources, built in a folder of its own.
 """
 

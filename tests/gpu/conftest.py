@@ -1,7 +1,7 @@
 """Cases for a real accelerator, each of which runs on virtual devices as well.
 
 The cases for a card are skipped where torch sees none, and fail instead with ROUNDPIPE_REQUIRE_GPU=1. The test card of
-docs/test-card.md is one as well.
+docs/extending.md is one as well.
 """
 
 from __future__ import annotations
