@@ -94,9 +94,11 @@ def options_of(command: Callable[..., Any]) -> Iterator[Option]:
             continue
         info, plain = infos[0], get_args(hint)[0]
         is_argument = type(info).__name__ == "ArgumentInfo"
-        shown = info.param_decls or (written(name),)
-        if plain is bool and parameter.default is True and not info.param_decls:
-            shown = (f"{written(name)}/{written('no_' + name)}",)
+        # In an annotation, typer takes the first name for the default.
+        named = [each for each in (info.default, *(info.param_decls or ())) if isinstance(each, str)]
+        shown = named or [written(name)]
+        if plain is bool and parameter.default is True and not named:
+            shown = [f"{written(name)}/{written('no_' + name)}"]
         value = parameter.default
         if value is not inspect.Parameter.empty and type(value).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":
             value = None
