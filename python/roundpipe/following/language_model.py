@@ -14,15 +14,15 @@ from torch import nn
 from roundpipe import _core
 from roundpipe.following import collector
 from roundpipe.following.layers.adapters import without_adapters
-from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES, FollowedModel
+from roundpipe.following.parts import COEFFICIENT, ENDING, FREQUENCIES
 from roundpipe.following.picture_trial import other_alone
 from roundpipe.following.pictures.splitting import picture_splitting
 from roundpipe.following.placeholder import CannotFollow
 from roundpipe.following.refusals import left_out_at_random, refuse_compiled
 from roundpipe.following.rotary import LongRows
 from roundpipe.following.sample_batches import sample_batches
+from roundpipe.following.skeleton import FollowedModel
 from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
-from roundpipe.following.token_wise import ChunkTokens
 from roundpipe.following.tower_layers import cut_towers, tower_parts
 from roundpipe.following.verification import Found, place_of_before, try_training, verify
 from roundpipe.model.call.loss_function import LossScaler, OwnLoss
@@ -45,6 +45,7 @@ from roundpipe.model.losses.reduction import (
 )
 from roundpipe.model.losses.token_loss import shares
 from roundpipe.ops.functional import Arithmetic
+from roundpipe.ops.token_wise import ChunkTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -18,8 +18,9 @@ from torch.utils import _pytree as pytree
 from roundpipe.data.labels import names_label
 from roundpipe.data.samples import IGNORED
 from roundpipe.following.layers.shadow import ShadowTree
-from roundpipe.following.parts import COEFFICIENT, FollowedModel, PartState
+from roundpipe.following.parts import COEFFICIENT
 from roundpipe.following.program import Tree
+from roundpipe.following.skeleton import FollowedModel, PartState
 from roundpipe.following.survey import evaluating
 from roundpipe.model.losses.ending import Ending, loss_in
 from roundpipe.model.losses.reduction import OF_MASK, FoundLoss, LossForm, Reduction, asks_for_loss, count, weights

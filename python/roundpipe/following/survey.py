@@ -14,20 +14,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import OutputShape, hidden_states
-from roundpipe.following.parts import (
-    After,
-    Before,
-    Ends,
-    FollowedModel,
-    OwnLayer,
-    RecordingRun,
-    Skeleton,
-    buffers_around,
-)
+from roundpipe.following.parts import After, Before, Ends, OwnLayer, RecordingRun, buffers_around
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
 from roundpipe.following.program import holds_tensors
-from roundpipe.following.token_wise import Candidates
+from roundpipe.following.skeleton import FollowedModel, Skeleton
 from roundpipe.following.towers import towers_of
+from roundpipe.ops.token_wise import Candidates
 
 _ROW_CHOICES = (3, 2, 5, 7)
 _TOKEN_CHOICES = (7, 11, 5, 13, 17, 19, 23)

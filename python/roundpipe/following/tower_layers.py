@@ -19,19 +19,10 @@ from transformers import PreTrainedModel
 
 from roundpipe.following.call_shapes import Arguments
 from roundpipe.following.layers.shadow import ShadowTree
-from roundpipe.following.parts import (
-    ENDING,
-    FREQUENCIES,
-    Before,
-    FollowedModel,
-    Over,
-    Part,
-    Run,
-    TowerCall,
-    buffers_around,
-)
+from roundpipe.following.parts import ENDING, FREQUENCIES, Before, Part, buffers_around
 from roundpipe.following.pictures.tower_samples import tower_samples
 from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder
+from roundpipe.following.skeleton import FollowedModel, Over, Run, TowerCall
 from roundpipe.following.survey import Uses, evaluating, find_stacks, parts_of, watch
 from roundpipe.following.verification import same_outputs, try_training
 

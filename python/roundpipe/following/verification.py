@@ -13,8 +13,9 @@ from torch.utils import _pytree as pytree
 
 from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.loss_trial import rows_of_part, try_losses
-from roundpipe.following.parts import Before, FollowedModel, Over, RecordingRun, Skeleton, buffers_around
+from roundpipe.following.parts import Before, RecordingRun, buffers_around
 from roundpipe.following.placeholder import CannotFollow
+from roundpipe.following.skeleton import FollowedModel, Over, Skeleton
 from roundpipe.following.survey import evaluating
 from roundpipe.model.losses.reduction import FoundLoss, LossForm
 

@@ -31,7 +31,7 @@ from roundpipe.ops.functional import Arithmetic
 
 if TYPE_CHECKING:
     from roundpipe.following.language_model import LanguageModel
-    from roundpipe.following.token_wise import ChunkTokens
+    from roundpipe.ops.token_wise import ChunkTokens
 
 PRESETS = frozenset({"GptOssForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"})
 """Model classes that `use_sequential_preset=True` accepts."""

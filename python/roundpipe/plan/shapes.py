@@ -26,11 +26,11 @@ from roundpipe.following.layers.shell import PythonLayer
 from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
-from roundpipe.following.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
 from roundpipe.ops.functional import Arithmetic
+from roundpipe.ops.token_wise import Candidates, chunk_of, in_chunks
 from roundpipe.plan.shape_meter import NumbersWithValues, ShapeMeter
 from roundpipe.quantise import encode_weights
 from roundpipe.quantise.adapters import add_adapters
@@ -317,6 +317,7 @@ class _Walk:
     def _stand_in(self, index: int, layer: nn.Module, forward: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if index == 0:
+                self._towers.end()
                 self._before(args, kwargs)
             given = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in _tensors((args, kwargs))]
             kind = (PythonLayer(layer, str(index)).kind(), *given)
@@ -498,7 +499,6 @@ class _Towers:
             for module in part.modules():
                 handles.append(module.register_forward_pre_hook(lambda *_, part=part: self._note(part)))
         self._is_open = True
-        handles.append(self._layers[0].register_forward_pre_hook(lambda *_: self._end()))
         try:
             yield
         finally:
@@ -509,7 +509,8 @@ class _Towers:
         if self._is_open and not any(part is each for each in self.called):
             self.called.append(part)
 
-    def _end(self) -> None:
+    def end(self) -> None:
+        """The first layer is called."""
         self._is_open = False
 
 

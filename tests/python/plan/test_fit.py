@@ -75,7 +75,7 @@ def test_shapes_tell_what_a_run_holds(name: str) -> None:
 
 def test_long_rows_are_taken_in_chunks_as_in_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = measure(make_model(QWEN), 700).layers[1].footprint
-    monkeypatch.setattr("roundpipe.following.token_wise.LONG_ROW_TOKENS", 256)
+    monkeypatch.setattr("roundpipe.ops.token_wise.LONG_ROW_TOKENS", 256)
     found, _ = run_with_values(QWEN, tokens=700)
     mine = measure(make_model(QWEN), 700).layers[1].footprint
     assert mine.saved < 0.8 * whole.saved

@@ -14,7 +14,8 @@ from roundpipe.following.layers.values import Structure
 from roundpipe.following.native import adapters
 from roundpipe.following.native.code import Code, modeling_of
 from roundpipe.following.native.decoder import HOOKS, instance_reason
-from roundpipe.following.parts import FollowedModel, Part
+from roundpipe.following.parts import Part
+from roundpipe.following.skeleton import FollowedModel
 from roundpipe.ops.functional import Arithmetic
 
 # Kinds of rotary positions whose frequencies never change.

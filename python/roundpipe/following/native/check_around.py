@@ -13,8 +13,9 @@ from roundpipe.following.layers.values import split
 from roundpipe.following.native.around import NativeEmbedding, NativeHead
 from roundpipe.following.native.check import LARGE_BYTES, same_bits
 from roundpipe.following.native.check_fast import are_near
-from roundpipe.following.parts import ENDING, PartState
+from roundpipe.following.parts import ENDING
 from roundpipe.following.program import Program, Ref, Tree, calls_are_alike
+from roundpipe.following.skeleton import PartState
 from roundpipe.following.survey import evaluating
 from roundpipe.model.losses.ending import Ending, Kept
 

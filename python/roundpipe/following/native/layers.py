@@ -14,7 +14,8 @@ from roundpipe.following.native.code import Code, family_of
 from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.following.native.passages import Passages
 from roundpipe.following.native.report import NativeLayers, NativeOption, required, without_native_layers
-from roundpipe.following.parts import FollowedModel, OwnLayer, Part
+from roundpipe.following.parts import OwnLayer, Part
+from roundpipe.following.skeleton import FollowedModel
 
 
 def make_native(model: LanguageModel, option: NativeOption) -> NativeLayers:

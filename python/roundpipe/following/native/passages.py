@@ -15,10 +15,11 @@ from roundpipe.following.native.arguments import TokenArguments, token_arguments
 from roundpipe.following.native.around import NativeEmbedding, NativeHead
 from roundpipe.following.native.code import Code
 from roundpipe.following.native.decoder import NativeDecoder
-from roundpipe.following.parts import ENDING, FollowedModel, PartState
+from roundpipe.following.parts import ENDING
 from roundpipe.following.program import LayerCall, Program, Ref
-from roundpipe.following.token_wise import chunk_of
+from roundpipe.following.skeleton import FollowedModel, PartState
 from roundpipe.model.losses.ending import Ending, Kept
+from roundpipe.ops.token_wise import chunk_of
 
 _LOGITS = "router_logits"  # what transformers collects in the routers of experts
 # Arguments that these layers pass on to their attention, which reads nothing of them; with a cache, they would.

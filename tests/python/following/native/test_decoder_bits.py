@@ -12,8 +12,8 @@ from dense_models import MODELS, make
 from roundpipe import _core
 from roundpipe.following.native.check import reason_against_bits
 from roundpipe.following.native.decoder import NativeDecoder, config_of, native_decoder
-from roundpipe.following.token_wise import TokenWise, in_chunks
 from roundpipe.ops import packed_attention
+from roundpipe.ops.token_wise import TokenWise, in_chunks
 
 
 def decoder_of(layer: Any) -> NativeDecoder:
