@@ -60,8 +60,7 @@ def cut_towers(followed: FollowedModel) -> list[CutTower]:
 def _parts_of(tower: PreTrainedModel) -> list[Any] | None:
     """The parts of a tower; None if it cannot be cut."""
     samples = list(tower_samples(tower))
-    lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    lists.sort(key=lambda each: -sum(parameter.numel() for parameter in each.parameters()))
+    lists = _lists(tower)
     if not samples or not lists:
         return None
     # Some towers have several lists of layers, and some have lists of other modules beside their layers.
@@ -69,6 +68,19 @@ def _parts_of(tower: PreTrainedModel) -> list[Any] | None:
         with suppress(*_FAILURES):  # CannotFollow is among them
             return _cut_at(tower, layers, samples)
     return None
+
+
+def _lists(tower: nn.Module) -> list[nn.ModuleList]:
+    """The lists of modules in a tower, the longest one first."""
+    lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    return sorted(lists, key=len, reverse=True)
+
+
+def likely_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of a tower that `cut_towers` would most likely cut, without a look at its values; none of another
+    module."""
+    is_tower = isinstance(module, PreTrainedModel) and next(tower_samples(module), None) is not None
+    return list(next(iter(_lists(module)), ())) if is_tower else []
 
 
 def _cut_at(tower: PreTrainedModel, layers: list[nn.Module], samples: list[dict[str, Any]]) -> list[Any]:

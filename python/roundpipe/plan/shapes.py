@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from roundpipe.following.layers.shell import PythonLayer
 from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
+from roundpipe.following.tower_layers import likely_layers
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
@@ -250,10 +251,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return list(distinct.values())
 
 
-def _size(modules: list[nn.Module], tied: set[int]) -> _core.LayerBytes:
+def _size(modules: Iterable[nn.Module], tied: set[int], but: Iterable[nn.Module] = ()) -> _core.LayerBytes:
+    without = {id(tensor) for module in but for tensor in (*module.parameters(), *module.buffers())}
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     buffers = {id(b): b for module in modules for b in module.buffers()}.values()
-    tensors = [*parameters, *buffers]
+    tensors = [tensor for tensor in (*parameters, *buffers) if id(tensor) not in without]
     return _core.layer_bytes(tensors, [id(tensor) in tied for tensor in tensors])
 
 
@@ -278,8 +280,9 @@ class _Walk:
     ) -> None:
         self._model, self._chunk_logit_bytes, self._arithmetic = model, chunk_logit_bytes, arithmetic
         self._inner, self._arguments = inner, arguments
-        self._layers = list(find_layers(inner))
+        self._layers = list(find_layers(inner.get_decoder()))
         self._ids = arguments["input_ids"]
+        self._given = sum(value.nbytes for value in arguments.values() if isinstance(value, torch.Tensor))
         self._towers = _Towers(inner, self._layers)
         ends = self._inner.get_input_embeddings(), self._inner.get_output_embeddings()
         self._tied = {id(p) for p in ends[0].parameters()} & {id(p) for p in ends[1].parameters()}
@@ -292,18 +295,20 @@ class _Walk:
         self._exactly: list[str] = []  # why something computes exactly
 
     def run(self) -> list[LayerShape]:
-        replaced = [(layer, layer.forward) for layer in self._layers]
+        in_towers = [(layer, layer.forward) for layer in self._towers.layers]
         meter = self._meter
         try:
-            for index, (layer, forward) in enumerate(replaced):
-                layer.__dict__["forward"] = self._stand_in(index, layer, forward)
+            for index, layer in enumerate(self._layers):
+                layer.__dict__["forward"] = self._stand_in(index, layer)
+            for index, (layer, forward) in enumerate(in_towers):
+                layer.__dict__["forward"] = self._in_tower(index, layer, forward)
             with torch.enable_grad(), meter, self._postponed_logits(), self._towers.watched():
                 output = self._model(**self._arguments, use_cache=False)
                 loss = output[0] if isinstance(output, tuple) else output.loss
                 del output
                 self._after(loss)
         finally:
-            for layer, _ in replaced:
+            for layer in (*self._layers, *self._towers.layers):
                 layer.__dict__.pop("forward", None)
             for parameter in self._model.parameters():
                 parameter.grad = None
@@ -314,41 +319,62 @@ class _Walk:
         reasons = "; ".join(dict.fromkeys(self._exactly))
         return self._arithmetic + (f", but exact: {reasons}" if reasons else "")
 
-    def _stand_in(self, index: int, layer: nn.Module, forward: Any) -> Any:
+    def _stand_in(self, index: int, layer: nn.Module) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
             if index == 0:
                 self._towers.end()
-                self._before(args, kwargs)
-            given = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in _tensors((args, kwargs))]
-            kind = (PythonLayer(layer, str(index)).kind(), *given)
-            if kind not in self._known:
-                self._known[kind] = self._layer(layer, forward, args, kwargs)
-            footprint, forward_work, backward_work, output = self._known[kind]
-            size = _size([layer], self._tied)
-            self._shapes.append(LayerShape(f"layer{index}", footprint, size, forward_work, backward_work))
-            self._held = [*self._held[:1], (args, kwargs, output)]
-            self._meter.reset_peak()
-            self._work, self._base = self._meter.work, self._meter.current_bytes
-            return output
+                self._before("before", args, kwargs, self._outside(first=True))
+            return self._measured(f"layer{index}", layer, args, kwargs)
 
         return run
 
-    def _travelling(self, args: Any, kwargs: Any) -> int:
-        """Bytes that pass from layer to layer: a layer's tensors, and the labels, which the last layer needs."""
-        return sum(int(tensor.nbytes) for tensor in _tensors((args, kwargs))) + int(self._ids.nbytes)
+    def _in_tower(self, index: int, layer: nn.Module, forward: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            name = f"tower_layer{index}"
+            if any(shape.name == name for shape in self._shapes):
+                return forward(*args, **kwargs)  # a further call of the tower
+            if not self._shapes:
+                self._towers.begin()
+                self._before("towers", args, kwargs, _size(self._towers.first, self._tied))
+            return self._measured(name, layer, args, kwargs)
 
-    def _before(self, args: Any, kwargs: Any) -> None:
+        return run
+
+    def _measured(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Adds the shape of a layer that is called, and returns its output."""
+        given = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in _tensors((args, kwargs))]
+        kind = (PythonLayer(layer, name).kind(), *given)
+        if kind not in self._known:
+            self._known[kind] = self._layer(layer, args, kwargs)
+        footprint, forward_work, backward_work, output = self._known[kind]
+        size = _size([layer], self._tied)
+        self._shapes.append(LayerShape(name, footprint, size, forward_work, backward_work))
+        self._held = [*self._held[:1], (args, kwargs, output)]
+        self._meter.reset_peak()
+        self._work, self._base = self._meter.work, self._meter.current_bytes
+        return output
+
+    def _travelling(self, args: Any, kwargs: Any) -> int:
+        """Bytes that pass from layer to layer: a layer's tensors, and the labels, which the last layer needs; between
+        layers of a tower, all arguments of the model."""
+        further = self._ids.nbytes if self._towers.are_over else self._given
+        return sum(int(tensor.nbytes) for tensor in _tensors((args, kwargs))) + int(further)
+
+    def _before(self, name: str, args: Any, kwargs: Any, size: _core.LayerBytes) -> None:
+        """Adds the shape of what ran since the last layer until one is called."""
         meter = self._meter
-        forward, saved, work = meter.peak_bytes, meter.current_bytes, meter.work
+        forward, saved = meter.peak_bytes - self._base, meter.current_bytes - self._base
+        forward_work = meter.work - self._work
         roots = [tensor for tensor in _tensors((args, kwargs)) if tensor.requires_grad]
         given = [torch.ones_like(root) for root in roots]
         backward = saved + self._backward(roots, given)
         outputs = self._travelling(args, kwargs)
-        inputs = sum(value.nbytes for value in self._arguments.values() if isinstance(value, torch.Tensor))
+        inputs = self._shapes[-1].footprint.outputs + self._given if self._shapes else self._given
         footprint = _core.LayerFootprint(
             inputs, outputs, sum(g.nbytes for g in given), forward, saved, max(saved, backward)
         )
-        self._shapes.append(LayerShape("before", footprint, self._outside(first=True), work, meter.work - work))
+        backward_work = meter.work - self._work - forward_work
+        self._shapes.append(LayerShape(name, footprint, size, forward_work, backward_work))
 
     def _native_form(self, layer: nn.Module) -> NativeDecoder | None:
         """In which a layer computes, if that is not Python's; notes what computes exactly in fast arithmetic."""
@@ -360,19 +386,20 @@ class _Walk:
         return None if isinstance(native, str) else native
 
     def _layer(
-        self, layer: nn.Module, forward: Any, args: Any, kwargs: Any
+        self, layer: nn.Module, args: Any, kwargs: Any
     ) -> tuple[_core.LayerFootprint, _core.LayerWork, _core.LayerWork, Any]:
         meter = self._meter
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._leaf, (args, kwargs))
         layer.__dict__.pop("forward", None)
-        chunk = chunk_of("auto", self._ids.shape[1])
-        native = self._native_form(layer)
+        chunk = chunk_of("auto", self._ids.shape[1]) if self._towers.are_over else None
+        native = self._native_form(layer) if self._towers.are_over else None
         in_python = native is None
         blocks = self._blocks(layer, args, kwargs) if chunk and in_python else ()
         base, before = meter.current_bytes, meter.work
         meter.reset_peak()
         with in_chunks(layer, blocks, chunk) if chunk and in_python else nullcontext():
-            output = layer(*args, **kwargs) if native is None else _decode(native, chunk, *args, **kwargs)
+            # Not by a call of the module, whose hooks its stand-in calls.
+            output = layer.forward(*args, **kwargs) if native is None else _decode(native, chunk, *args, **kwargs)
         peak, saved = meter.peak_bytes - base, meter.current_bytes - base
         forward_work = meter.work - before
         roots = [tensor for tensor in _tensors(output) if tensor.requires_grad]
@@ -435,7 +462,7 @@ class _Walk:
         head = self._inner.get_output_embeddings()
         towers = self._towers.called
         if first:
-            return _size([embedding, *towers], self._tied)
+            return _size([embedding, *towers], self._tied, but=(*self._towers.layers, *self._towers.first))
         inside = {id(module) for part in (*self._layers, embedding, *towers) for module in part.modules()}
         others = [
             module
@@ -474,11 +501,15 @@ class _Towers:
         layers: of it.
 
     Attributes:
+        layers: of those that are cut into layers; empty until one is called.
         called: those that were called.
+        first: modules inside them without parts that were called before the first of their layers.
+        are_over: whether the model's own layers have begun.
     """
 
     def __init__(self, inner: nn.Module, layers: Sequence[nn.Module]) -> None:
-        self._layers, self.called = layers, list[nn.Module]()
+        self.called, self.first = list[nn.Module](), list[nn.Module]()
+        self.are_over = self._have_begun = False
         known = {id(module) for module in (*layers, inner.get_input_embeddings())}  # type: ignore[operator]
         self._parts: list[nn.Module] = []
         left = [inner]
@@ -490,28 +521,39 @@ class _Towers:
                     left.append(part)
                 elif next(part.parameters(), None) is not None:
                     self._parts.append(part)
+        self.layers = [layer for part in self._parts for layer in likely_layers(part)]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Within the block, notes what is called."""
-        handles = []
-        for part in self._parts:
-            for module in part.modules():
-                handles.append(module.register_forward_pre_hook(lambda *_, part=part: self._note(part)))
-        self._is_open = True
+        inside = {id(module) for layer in self.layers for module in layer.modules()}
+        handles = [
+            module.register_forward_pre_hook(lambda module, *_, part=part: self._note(part, module))
+            for part in self._parts
+            for module in part.modules()
+            if id(module) not in inside
+        ]
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _note(self, part: nn.Module) -> None:
-        if self._is_open and not any(part is each for each in self.called):
+    def _note(self, part: nn.Module, module: nn.Module) -> None:
+        if not self.are_over and not any(part is each for each in self.called):
             self.called.append(part)
+        if not self._have_begun and not any(True for _ in module.children()):
+            self.first.append(module)
+
+    def begin(self) -> None:
+        """The first layer of a tower is called."""
+        self._have_begun = True
 
     def end(self) -> None:
-        """The first layer is called."""
-        self._is_open = False
+        """The first layer of the model is called."""
+        if not self._have_begun:
+            self.layers, self.first = [], []
+        self._have_begun = self.are_over = True
 
 
 def padded_to(tokens: int, arguments: Mapping[str, Any]) -> dict[str, Any]:

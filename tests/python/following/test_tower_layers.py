@@ -21,6 +21,7 @@ from roundpipe.following import tower_layers
 from roundpipe.following.parts import OwnLayer
 from roundpipe.following.pictures.tower_samples import tower_samples
 from roundpipe.following.tower_layers import TowerLayer
+from roundpipe.plan.shapes import measure
 
 TOWERS = [name for name, model in MODELS.items() if not model.one_each]  # Whisper's encoder is no tower
 
@@ -210,3 +211,18 @@ def test_a_tower_is_trained_where_its_layers_fit_one_by_one(is_cut: bool, monkey
         return
     with pytest.raises(torch.OutOfMemoryError):
         wrapped.forward_backward(input_kwargs=_pictures(2))
+
+
+@pytest.mark.parametrize("name", ["Gemma 3", "Qwen2.5-VL", "Qwen3-VL", "LLaVA-NeXT"])
+def test_a_plan_from_shapes_has_the_same_layers(name: str, two_devices: None) -> None:
+    model = prepared(MODELS[name], "all")
+    wrapped = _wrapped(model)
+    chain = wrapped._language_model.chain
+    batch = batch_of(MODELS[name], "one picture a row")
+    shapes = measure(model.to("meta"), batch["input_ids"].shape[1], rows=3, pictured=batch).layers
+    expected = [sum(p.numel() * 4 for p in part.parameters()) for part in chain]
+    assert len(shapes) == wrapped.num_layers == len(expected)
+    found = [shape.size.weights for shape in shapes]
+    if name == "Qwen3-VL":  # a plan counts what merges its features before the text, not between its tower's layers
+        found, expected = [sum(found)], [sum(expected)]
+    assert found == pytest.approx(expected, rel=0.02)
