@@ -151,18 +151,28 @@ def freeze_modules(model: nn.Module, names: Sequence[str]) -> None:
 
 
 def takes_pictures(config: Any) -> bool:
-    """Whether a config of transformers is that of a model that takes pictures beside text."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    """Whether a config of transformers is that of a model that takes pictures, videos or sounds beside text."""
+    return kind_with_pictures(config) is not None
+
+
+def kind_with_pictures(config: Any) -> Kind | None:
+    """How a model with this config that takes pictures, videos or sounds is loaded; None: it takes text alone."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     kind = next(iter(getattr(config, "architectures", None) or ()), "")
-    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    if kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return "pictures"
+    return "sounds" if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values() else None
 
 
 def kind_of(config: Any, num_labels: int | None) -> Kind:
     """How a model with this config is loaded; `num_labels` as of `from_pretrained`."""
     if num_labels is not None:
         return "scores"
-    return "pictures" if takes_pictures(config) else "causal"
+    return kind_with_pictures(config) or "causal"
 
 
 def _encoding(quantise: str | None, keep: Sequence[str], frozen_weights: str, trains: bool) -> Quantise | None:

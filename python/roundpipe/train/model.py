@@ -16,8 +16,16 @@ from roundpipe import RoundPipeRunConfig, _core
 from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.tokenizer import load_tokenizer
 from roundpipe.files import first_lines, new_folder, refuse_missing_folder
-from roundpipe.huggingface.pretrained import check_files, freeze_modules, kind_of, refuse_other_kinds, takes_pictures
+from roundpipe.huggingface.pretrained import (
+    check_files,
+    freeze_modules,
+    kind_of,
+    kind_with_pictures,
+    refuse_other_kinds,
+    takes_pictures,
+)
 from roundpipe.huggingface.quiet import without_progress_bars
+from roundpipe.huggingface.weights.direct_loading import AUTO_CLASSES
 from roundpipe.huggingface.weights.files import ADAPTER_FILE, Checkpoint, adapter_file
 from roundpipe.model.memory.budget import HOST_VARIABLE, UpdateRule, budget_of, predict_unloaded, refuse_host
 from roundpipe.ops.packed_attention import check_packing
@@ -318,8 +326,8 @@ def _about_adapter(model: Any) -> str:
     kind, more = "AutoModelForCausalLM", ""
     if task == "SEQ_CLS":
         kind, more = "AutoModelForSequenceClassification", f", num_labels=1, pad_token_id={model.config.pad_token_id}"
-    elif takes_pictures(model.config):
-        kind = "AutoModelForImageTextToText"
+    elif (taken := kind_with_pictures(model.config)) is not None:
+        kind = AUTO_CLASSES[taken].__name__
     return (
         f"---\nbase_model: {base}\nlibrary_name: peft\n---\n\nAn adapter that RoundPipe has trained.\n\n```python\n"
         f"from peft import PeftModel\nfrom transformers import {kind}\n\n"

@@ -1,4 +1,4 @@
-"""Tiny models that take pictures, with their processors, and pictures of shapes to learn."""
+"""Tiny models that take pictures or sounds, with their processors, and shapes and tones to learn."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import torch
 import transformers
 from PIL import Image, ImageDraw
 
+from roundpipe.data.pictures.sounds import write_sound
 from tiny_chat import byte_tokenizer
 
 SHAPES = ("square", "circle", "triangle")
 COLOURS = {"red": (220, 30, 30), "green": (30, 180, 30), "blue": (40, 60, 220)}
 SIZE = 56
+RATE = 16000  # of sounds
 
 
 def drawn(shape: str, colour: str, number: int) -> Image.Image:
@@ -140,6 +142,46 @@ def gemma() -> tuple[Any, Any]:
         eoi_token_id=tokenizer.convert_tokens_to_ids(names[1]),
     )
     return _at_random(transformers.Gemma3ForConditionalGeneration, config), processor
+
+
+def qwen2_audio() -> tuple[Any, Any]:
+    """A Qwen2-Audio and its processor, which hears two seconds."""
+    template = _template("Audio 1: <|audio_bos|><|AUDIO|><|audio_eos|>").replace("'image'", "'audio'")
+    tokenizer = _tokenizer(template, "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>")
+    processor = transformers.Qwen2AudioProcessor(
+        feature_extractor=transformers.WhisperFeatureExtractor(feature_size=16, chunk_length=2),
+        tokenizer=tokenizer,
+        chat_template=template,
+    )
+    audio = {"num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.Qwen2AudioConfig(
+        text_config=transformers.Qwen2Config(
+            **sizes, num_key_value_heads=2, max_position_embeddings=512, vocab_size=len(tokenizer)
+        ).to_dict(),
+        audio_config={**audio, "d_model": 32, "max_source_positions": 100},
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+    )
+    config.pad_token_id = tokenizer.pad_token_id
+    return _at_random(transformers.Qwen2AudioForConditionalGeneration, config), processor
+
+
+def sound_file(folder: Path, count: int) -> Path:
+    """Conversations about high and low tones beside them, of uneven lengths, each third about none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number in range(count):
+        high = number % 2 == 0
+        times = torch.arange(6000 + 1700 * (number % 4)) / RATE
+        write_sound(folder / f"{number}.wav", torch.sin(times * (4400 if high else 1100)).numpy() * 0.5, RATE)
+        has = number % 3 != 2
+        said = [
+            {"role": "user", "content": "<audio>Which?" if has else "Is there a sound?"},
+            {"role": "assistant", "content": ("high" if high else "low") if has else "no"},
+        ]
+        lines.append(json.dumps({"messages": said, **({"audios": [f"{number}.wav"]} if has else {})}))
+    (folder / "sounds.jsonl").write_text("\n".join(lines) + "\n")
+    return folder / "sounds.jsonl"
 
 
 def picture_model_folder(folder: Path, made: tuple[Any, Any]) -> Path:

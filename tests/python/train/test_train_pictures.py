@@ -13,17 +13,19 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM, AutoProcessor
 
 import roundpipe
 from interrupted_output import InterruptedAt
 from roundpipe import _core
+from roundpipe.data.pictures.sounds import read_sound
 from roundpipe.data.records.store import SampleFiles
 from roundpipe.plan.machine import Machine
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
 from roundpipe.train.session import run
-from tiny_pictures import gemma, llava, picture_model_folder, shape_file
+from tiny_pictures import RATE as RATE_OF_SOUNDS
+from tiny_pictures import gemma, llava, picture_model_folder, qwen2_audio, shape_file, sound_file
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -76,7 +78,7 @@ def test_a_run_is_the_plain_loop(kind: str, freeze: Any, config: Callable[..., T
     files = SampleFiles(Path(ours.out) / "data", pairs=False)
     samples = [files.sample(number) for number in range(len(files))]
     processor: Any = AutoProcessor.from_pretrained(place / kind)
-    read = [[Image.open(path) for path in sample["pictures"]] for sample in samples]
+    read = [[Image.open(each.place) for each in sample["pictures"]] for sample in samples]
     texts = [sample["text"] for sample in samples]
     batch = processor(text=texts, images=read, padding=True, padding_side="right", return_tensors="pt")
     labels = torch.full_like(batch["input_ids"], -100)
@@ -102,6 +104,39 @@ def test_a_run_is_the_plain_loop(kind: str, freeze: Any, config: Callable[..., T
     assert torch.equal(
         again(text=texts[0], images=read[0], return_tensors="pt")["pixel_values"], batch["pixel_values"][:1]
     )
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_run_with_sounds_is_the_plain_loop(
+    microbatches: int, config: Callable[..., TrainConfig], tmp_path: Path
+) -> None:
+    model, processor = qwen2_audio()
+    folder = picture_model_folder(tmp_path / "qwen", (model, processor))
+    data = sound_file(tmp_path / "data", ROWS)
+    ours = config(str(folder), data=[str(data)], microbatches=microbatches, in_order=True)
+    assert run(ours, resume=False) == 0
+    files = SampleFiles(Path(ours.out) / "data", pairs=False)
+    samples = [files.sample(number) for number in range(len(files))]
+    assert len(samples) == ROWS
+    heard = [read_sound(each.place, RATE_OF_SOUNDS) for sample in samples for each in sample["pictures"]]
+    texts = [sample["text"] for sample in samples]
+    options: dict[str, Any] = {"padding": True, "padding_side": "right", "return_tensors": "pt"}
+    batch = processor(text=texts, audio=heard, sampling_rate=RATE_OF_SOUNDS, **options)
+    labels = torch.full_like(batch["input_ids"], -100)
+    for row, sample in enumerate(samples):
+        labels[row, : len(sample["labels"])] = sample["labels"]
+    plain: Any = AutoModelForMultimodalLM.from_pretrained(folder).train()
+    optimizer, expected = torch.optim.SGD(plain.parameters(), RATE), []
+    for _ in range(STEPS):
+        loss = plain(**batch, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        plain.zero_grad()
+        expected.append(loss.item())
+    found = [line["loss"] for line in lines_of(ours)]
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < BOUND
+    assert expected[-1] < expected[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"lora": True, "lora_targets": ["q_proj", "v_proj"], "optimizer": "adamw"}])

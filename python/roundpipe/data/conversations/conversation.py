@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from roundpipe.data.pictures.content import Medium
 from roundpipe.data.unusable import UnusableError
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -21,7 +22,8 @@ class Conversation:
         tools: handed to the chat template.
         template_options: more arguments for the chat template.
         first_learnt: the first message that may be learnt; those before it are a prompt.
-        pictures: those that `PICTURE` stands for in the messages, in their order: as a record names them, or files.
+        pictures: the pictures, videos and sounds that marks stand for in the messages, in their order: as a record
+            names them, or files.
     """
 
     messages: list[dict[str, Any]]
@@ -29,7 +31,7 @@ class Conversation:
     tools: list[Any] | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict)
     first_learnt: int = 0
-    pictures: tuple[Any, ...] = ()
+    pictures: tuple[Medium, ...] = ()
 
     def learns(self, index: int) -> bool:
         """Whether a message's words are to be learnt: the assistant's, unless their `weight` is 0."""

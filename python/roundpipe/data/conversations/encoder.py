@@ -27,7 +27,7 @@ from roundpipe.data.conversations.template import (
 )
 from roundpipe.data.conversations.tokens import ChatSample as ChatSample
 from roundpipe.data.conversations.tokens import Draft, Rendered, tokenized
-from roundpipe.data.pictures.content import PICTURE
+from roundpipe.data.pictures.content import marks_in, split_at_marks
 from roundpipe.data.samples import IGNORED
 from roundpipe.data.unusable import UnusableError
 
@@ -174,7 +174,7 @@ class ChatEncoder:
             end = _end(template, whole.text, with_it, begin, message, notes)
             if end is None:
                 ended = with_it + _closing(template, message)
-                seen = sum(str(each.get("content")).count(PICTURE) for each in chat.messages[: index + 1])
+                seen = sum(marks_in(str(each.get("content"))) for each in chat.messages[: index + 1])
                 alone.append(Draft(ended, [(begin, len(ended))], pictures=pictures[:seen]))
                 _note(notes, SPLIT)
             else:
@@ -343,7 +343,7 @@ def _unseen(conversation: Conversation, text: str) -> list[str]:
         words = message.get("content")
         if message["role"] == "assistant" or not isinstance(words, str):
             continue
-        for part in words.split(PICTURE):
+        for part in split_at_marks(words):
             quoted = (json.dumps(part.strip(), ensure_ascii=ascii)[1:-1] for ascii in (True, False))
             if part.strip() not in text and not any(form in text for form in quoted):
                 _note(notes, UNSEEN)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from roundpipe.data.conversations.conversation import Conversation
-from roundpipe.data.pictures.content import PICTURE, parts_of
+from roundpipe.data.pictures.content import marks_in, parts_of
 from roundpipe.data.unusable import UnusableError
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ def shared_length(one: str, other: str) -> int:
 
 def _in_parts(message: dict[str, Any], always: bool) -> dict[str, Any]:
     content = message.get("content")
-    if not isinstance(content, str) or not (always or PICTURE in content):
+    if not isinstance(content, str) or not (always or marks_in(content)):
         return message
     return {**message, "content": parts_of(content)}
 

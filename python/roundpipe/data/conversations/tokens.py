@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from roundpipe.data.pictures.content import Medium
 from roundpipe.data.samples import IGNORED
 
 if TYPE_CHECKING:
@@ -28,21 +29,21 @@ FIRST_LETTERS = (
 
 @dataclass
 class Draft:
-    """A text, the stretches of it that are learnt, in order, a list for notes, and the files of its pictures."""
+    """A text, the stretches of it that are learnt, in order, a list for notes, and its pictures, videos and sounds."""
 
     text: str
     spans: list[tuple[int, int]]
     notes: list[str] = field(default_factory=list)
-    pictures: tuple[str, ...] = ()
+    pictures: tuple[Medium, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What a sample was made of: a text as the chat template writes it, and the files of its pictures, of which a
-    processor makes `size` bytes for the model."""
+    """What a sample was made of: a text as the chat template writes it, and its pictures, videos and sounds, of which
+    a processor makes `size` bytes for the model."""
 
     text: str
-    pictures: tuple[str, ...]
+    pictures: tuple[Medium, ...]
     size: int = 0
 
 

@@ -89,7 +89,7 @@ class PictureBatches(Batches):
                 "the data was prepared, unchanged; put them back, then go on with --resume"
             ) from error
         if not torch.equal(made["input_ids"].where(rows["attention_mask"] == 1, self._pad_token_id), rows["input_ids"]):
-            files = sorted({file for sample in samples for file in sample["pictures"]})
+            files = sorted({medium.place for sample in samples for medium in sample["pictures"]})
             raise ValueError(
                 "[data] the processor makes other tokens of a batch than when its data was prepared, expected the same "
                 f"pictures: {', '.join(files[:3])}; prepare the data again, with another --out"

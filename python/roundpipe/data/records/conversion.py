@@ -136,7 +136,7 @@ def _items(
             item = item_of(record, form)
             if isinstance(item, Conversation) and item.pictures:
                 beside = _file_of(record).parent if source.files else None
-                item = replace(item, pictures=tuple(files.path_of(each, beside) for each in item.pictures))
+                item = replace(item, pictures=tuple(files.found(each, beside) for each in item.pictures))
             yield record, item
         except UnusableError as error:
             _note(counts, error, record.where)

@@ -3,9 +3,9 @@
 A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
 sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
 of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample that is
-rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample: its text, the
-files of its pictures and the bytes that the processor makes of them, or null if it has no text; a sixth says where the
-lines begin, in 8 bytes each.
+rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample: its text, the kinds
+and files of its pictures, videos and sounds and the bytes that the processor makes of them, or null if it has no text;
+a sixth says where the lines begin, in 8 bytes each.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 from roundpipe import _core
 from roundpipe.data.conversations.tokens import Rendered
 from roundpipe.data.order import Numbers
+from roundpipe.data.pictures.content import Medium
 from roundpipe.data.samples import IGNORED
 from roundpipe.data.tokens.writer import token_file
 
@@ -114,8 +115,9 @@ class SampleWriter:
         if sample.rendered is None:
             return None
         # The folder may move.
-        own = (Path(file) for file in sample.rendered.pictures)
-        files = [str(file.relative_to(self._folder) if file.is_relative_to(self._folder) else file) for file in own]
+        own = ((kind, Path(file)) for kind, file in sample.rendered.pictures)
+        within = self._folder
+        files = [(kind, str(file.relative_to(within) if file.is_relative_to(within) else file)) for kind, file in own]
         return [sample.rendered.text, files, sample.rendered.size]
 
 
@@ -219,7 +221,11 @@ class SampleFiles:
         if made is None:
             return {}
         text, files, size = made
-        return {"text": text, "pictures": [str(self._folder / file) for file in files], "picture_bytes": size}
+        return {
+            "text": text,
+            "pictures": [Medium(kind, str(self._folder / file)) for kind, file in files],
+            "picture_bytes": size,
+        }
 
     def _document(self, number: int) -> dict[str, torch.Tensor]:
         tokens, runs = self._tokens.document(number), self._runs.document(number)

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    AutoModelForSequenceClassification,
+)
 from transformers.core_model_loading import build_glob_alternation
 from transformers.utils import logging
 from transformers.utils.loading_report import LoadStateDictInfo
@@ -43,13 +48,15 @@ _SHOWN_BYTES = 1_000_000_000  # models of at least this size show a progress bar
 _PLAIN_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-Kind = Literal["causal", "scores", "pictures"]
+Kind = Literal["causal", "scores", "pictures", "sounds"]
 AUTO_CLASSES: dict[Kind, Any] = {
     "causal": AutoModelForCausalLM,
     "scores": AutoModelForSequenceClassification,
     "pictures": AutoModelForImageTextToText,
+    "sounds": AutoModelForMultimodalLM,
 }
-"""The class of transformers that loads a model: of text, of a few numbers for each row, of text and pictures."""
+"""The class of transformers that loads a model: of text, of a few numbers for each row, of text and pictures, of text
+and sounds."""
 
 
 class CheckedError(Exception):

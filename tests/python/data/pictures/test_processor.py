@@ -41,7 +41,7 @@ def test_answers_are_learnt_and_tokens_are_the_processors(pictures: PictureProce
     assert [len(sample["pictures"]) for sample in data.train] == [1, 2, 0] * 3
     assert data.summary.pictures == 6 and "6 with pictures" in str(data.summary)
     for sample in data.train:
-        read = [Image.open(path) for path in sample["pictures"]]
+        read = [Image.open(each.place) for each in sample["pictures"]]
         made = pictures.processor(text=sample["text"], images=read or None, add_special_tokens=False)
         assert sample["input_ids"].tolist() == made["input_ids"][0]
 
@@ -102,7 +102,7 @@ def test_pictures_in_every_form_and_broken_ones(pictures: PictureProcessor, tmp_
     data = prepare([records], pictures.tokenizer, DataOptions(max_length=128), tmp_path / "out", pictures=pictures)
     assert len(data.train) == len(good)
     assert {sample["input_ids"].shape for sample in data.train} == {data.train[0]["input_ids"].shape}
-    assert all(Path(sample["pictures"][0]).is_file() for sample in data.train)
+    assert all(Path(sample["pictures"][0].place).is_file() for sample in data.train)
     broken = data.summary.sources[0].broken.reasons
     assert broken == {
         "a picture that cannot be read": 4,
@@ -135,7 +135,7 @@ def test_conversations_in_other_forms(pictures: PictureProcessor, tmp_path: Path
             pictures=pictures,
         )
         found.append(data.train[0])
-        assert found[-1]["pictures"] == [image]
+        assert found[-1]["pictures"] == [("image", image)]
     for sample in found:
         assert sample["text"] == found[0]["text"]
         assert torch.equal(sample["input_ids"], found[0]["input_ids"])
