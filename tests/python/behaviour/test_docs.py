@@ -34,7 +34,7 @@ TRANSLATIONS = sorted((ROOT / "docs" / "zh").glob("*.md"))
 # Examples that take a second or more, which `make test-all` runs.
 LONG = (
     *("docs/tutorial-chat.md", "docs/any-model.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
-    "docs/following.md",
+    *("docs/following.md", "docs/plan-evidence.md", "docs/scaling.md", "docs/coming-from.md"),
 )
 
 
@@ -140,7 +140,13 @@ def test_example_runs(flag: str, code: str, runner: ProgramRunner, tmp_path: Pat
     assert "eval mode" not in result.stderr, "an example trains without dropout"
 
 
-@pytest.mark.parametrize(("flag", "code"), [pytest.param(flag, code, id=name) for name, flag, code in commands()])
+@pytest.mark.parametrize(
+    ("flag", "code"),
+    [
+        pytest.param(flag, code, id=name, marks=pytest.mark.long if name.startswith(LONG) else ())
+        for name, flag, code in commands()
+    ],
+)
 def test_commands_run(flag: str, code: str, runner: ProgramRunner, tmp_path: Path) -> None:
     if flag == "with-model":
         (tmp_path / "given.py").write_text(GIVEN)
