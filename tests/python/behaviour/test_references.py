@@ -20,6 +20,11 @@ def test_the_page_of_the_python_package() -> None:
     assert tool["PAGE"].read_text() == tool["page"](), "run python tools/python_reference.py"
 
 
+def test_the_page_of_the_benchmarks() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "benchmark_reference.py"))
+    assert tool["PAGE"].read_text() == tool["page"](), "run python tools/benchmark_reference.py"
+
+
 def test_the_page_of_the_commands() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "command_reference.py"))
     of_roundpipe, title, _ = tool["PAGE"].read_text().partition("## The program `roundpipe-train`")
