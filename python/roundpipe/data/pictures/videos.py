@@ -24,7 +24,8 @@ def read_video(path: str) -> tuple[Any, Any]:
     if reader is None:
         raise ValueError(f"[data] {path} is a video, and nothing that reads one is installed; pip install av")
     try:
-        frames, when = load_video(path, backend=reader)
+        like: Any = load_video  # has other types than it takes
+        frames, when = like(path, backend=reader)
     except Exception as error:  # whatever a decoder raises
         raise UnusableError("broken", "a video that cannot be read", f"{path}: {str(error)[:120]}") from None
     return frames, when
