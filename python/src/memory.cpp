@@ -21,11 +21,11 @@ using simulate::LayerFootprint;
 using simulate::ParameterSize;
 using simulate::StepSizes;
 
+// Of what lies on devices.
 ParameterSize size_of(const at::Tensor& tensor, bool trains, bool tied) {
-  const std::optional<c10::ScalarType> remainder = optim::remainder_dtype(tensor.scalar_type());
   return {tensor.numel(),
           tensor.element_size(),
-          remainder ? static_cast<int64_t>(c10::elementSize(*remainder)) : 0,
+          /*master_bytes=*/0,
           /*moment_bytes=*/0,
           trains && tensor.requires_grad(),
           tied};
@@ -118,14 +118,13 @@ void bind_memory_simulator(py::module_& module) {
       py::arg("plan"), py::arg("footprints"), py::arg("microbatches"));
   module.def("partial_sum_bytes", &simulate::partial_sum_bytes, py::arg("plan"), py::arg("sizes"));
   py::class_<OptimizerMemory>(module, "OptimizerMemory")
-      .def(py::init([](optim::Algorithm algorithm, const optim::Hyperparameters& options, optim::MomentFormat moments) {
-             return OptimizerMemory{algorithm, options, moments};
-           }),
-           py::arg("algorithm"), py::arg("options"), py::arg("moments"))
+      .def(py::init([](optim::Algorithm algorithm, const optim::Hyperparameters& options,
+                       const optim::StateFormat& format) { return OptimizerMemory{algorithm, options, format}; }),
+           py::arg("algorithm"), py::arg("options"), py::arg("format"))
       .def("of_command", &of_command, py::arg("parameters"), py::arg("classes"))
       .def_readonly("algorithm", &OptimizerMemory::algorithm)
       .def_readonly("options", &OptimizerMemory::options)
-      .def_readonly("moments", &OptimizerMemory::moments);
+      .def_readonly("format", &OptimizerMemory::format);
   ValueClass<HostPrediction>(module, "HostPrediction")
       .attribute("weights", [](const HostPrediction& host) { return host.weights; })
       .attribute("gradients", [](const HostPrediction& host) { return host.gradients; })

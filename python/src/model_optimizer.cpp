@@ -53,10 +53,10 @@ void bind_model_optimizer(py::module_& module) {
 
   py::class_<FusedRule>(module, "FusedRule")
       .def(py::init([](optim::Algorithm algorithm, std::vector<optim::Hyperparameters> groups,
-                       optim::MomentFormat moments, bool gradients_in_fp32) {
-             return FusedRule{algorithm, std::move(groups), moments, gradients_in_fp32};
+                       const optim::StateFormat& format, bool gradients_in_fp32) {
+             return FusedRule{algorithm, std::move(groups), format, gradients_in_fp32};
            }),
-           py::arg("algorithm"), py::arg("groups"), py::arg("moments"), py::arg("gradients_in_fp32"));
+           py::arg("algorithm"), py::arg("groups"), py::arg("format"), py::arg("gradients_in_fp32"));
   ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
       .attribute("parameters", &ModelOptimizer::HostBytes::parameters)
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)

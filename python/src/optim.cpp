@@ -1,6 +1,7 @@
 #include <optional>
 
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -36,6 +37,13 @@ void bind_values(py::module_& module) {
   py::enum_<MomentFormat>(module, "MomentFormat")
       .value("FLOAT32", MomentFormat::kFloat32)
       .value("BLOCKWISE_8BIT", MomentFormat::kBlockwise8Bit);
+  py::enum_<MasterFormat>(module, "MasterFormat")
+      .value("FLOAT32", MasterFormat::kFloat32)
+      .value("BITS_24", MasterFormat::k24Bit);
+  py::class_<StateFormat>(module, "StateFormat")
+      .def(py::init<MomentFormat, MasterFormat>(), py::arg("moments"), py::arg("masters"))
+      .def_readonly("moments", &StateFormat::moments)
+      .def_readonly("masters", &StateFormat::masters);
   py::class_<Hyperparameters>(module, "Hyperparameters")
       .def(py::init<>())
       .def(py::init<const Hyperparameters&>(), py::arg("other"))
@@ -120,6 +128,15 @@ void bind_updates(py::module_& module) {
         split(master, weight, remainder, *ThreadPool::current());
       },
       py::arg("master"), py::arg("weight"), py::arg("remainder"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "remainder_bytes",
+      [](c10::ScalarType weights, MasterFormat masters) {
+        const std::optional<c10::ScalarType> rest = remainder_dtype(weights, masters);
+        return rest ? static_cast<int64_t>(c10::elementSize(*rest)) : 0;
+      },
+      py::arg("weights"), py::arg("masters"));
+  module.def("convert_remainder", &convert_remainder, py::arg("source"), py::arg("target"),
+             py::call_guard<py::gil_scoped_release>());
   module.def(
       "join",
       [](const at::Tensor& weight, const at::Tensor& remainder, const at::Tensor& master) {

@@ -25,7 +25,8 @@ std::shared_ptr<JointTraining> agree_on_start(const JointModels& models, const F
   }
   OptimizerTraits traits{optim::option_names(rule.algorithm).class_name, {}, std::move(groups), {}};
   for (const optim::Hyperparameters& options : rule.groups) traits.options.push_back(describe(rule.algorithm, options));
-  traits.format = {{"moments", rule.moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit"},
+  traits.format = {{"moments", rule.format.moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit"},
+                   {"masters", rule.format.masters == optim::MasterFormat::kFloat32 ? "float32" : "24bit"},
                    {"gradients_in_fp32", rule.gradients_in_fp32 ? "true" : "false"}};
   joint->agree_on_start(traits, models.parameters, before ? cluster::NamedTensors() : models.buffers);
   return joint;

@@ -106,7 +106,8 @@ Optimizer::Optimizer(const SteppedWeights& stepped, const UpdateRule& rule, cons
     }
   };
   fused_ = HostWeights::bind(stepped, group_of, accepted,
-                             {rule.algorithm, options_, format.moments, format.gradients_in_fp32}, format.nodes);
+                             {rule.algorithm, options_, {format.moments, format.masters}, format.gradients_in_fp32},
+                             format.nodes);
   core_ = fused_->optimizer();
 }
 

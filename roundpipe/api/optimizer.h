@@ -51,6 +51,8 @@ struct ParameterGroup {
 struct OptimizerFormat {
   // Of the moments: fp32, or one byte each (Adam and AdamW only).
   optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  // Of the fp32 masters of 16-bit weights: exact, or 24 bits (bf16 weights only).
+  optim::MasterFormat masters = optim::MasterFormat::kFloat32;
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
   // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the

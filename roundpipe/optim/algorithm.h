@@ -65,6 +65,19 @@ struct Hyperparameters {
 // The format of moments: fp32, or one byte each with an fp32 scale per block (only Adam and AdamW without amsgrad).
 enum class MomentFormat { kFloat32, kBlockwise8Bit };
 
+// The format of the fp32 masters of 16-bit weights: exact, or, of bf16 weights alone, the upper 24 of their bits. Those
+// are rounded up or down by chance after each update, so that their mean is the exact result's.
+enum class MasterFormat { kFloat32, k24Bit };
+
+// How an optimizer keeps what it knows of a parameter.
+struct StateFormat {
+  StateFormat(MomentFormat of_moments = MomentFormat::kFloat32, MasterFormat of_masters = MasterFormat::kFloat32)
+      : moments(of_moments), masters(of_masters) {}
+
+  MomentFormat moments;
+  MasterFormat masters;
+};
+
 // The scalar state of one parameter from step to step. The defaults hold until the first step.
 struct Scalars {
   double step = 0;

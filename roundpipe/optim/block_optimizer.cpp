@@ -15,14 +15,15 @@ using memory::BlockLayout;
 using memory::GradientBlock;
 
 BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups,
-                               std::vector<at::Tensor>& remainders, Algorithm algorithm, MomentFormat format,
-                               std::vector<ElementRange> shard)
+                               std::vector<at::Tensor>& remainders, Algorithm algorithm, StateFormat format,
+                               std::vector<ElementRange> shard, size_t number)
     : layout_(block.layout()),
       groups_(std::move(groups)),
       remainders_(remainders),
       algorithm_(algorithm),
       format_(format),
       shard_(std::move(shard)),
+      number_(number),
       states_(layout_.tensors.size()) {
   if (algorithm_ == Algorithm::kAdafactor && !shard_.empty()) {
     throw std::invalid_argument(
@@ -42,21 +43,27 @@ BlockOptimizer::BlockOptimizer(const memory::ParameterBlock& block, std::vector<
                  ", expected float32, bfloat16 or float16; convert the model, or step it with one of torch's own "
                  "optimizers"));
     }
+    if (groups_[i] >= 0) check_masters(format_.masters, dtype, block.parameters()[i].name);
   }
   remainders_.resize(layout_.tensors.size());
   for (size_t i = 0; i < groups_.size(); ++i) {
     const memory::TensorLayout& tensor = layout_.tensors[i];
-    const std::optional<c10::ScalarType> dtype = remainder_dtype(tensor.dtype);
+    const std::optional<c10::ScalarType> dtype = remainder_dtype(tensor.dtype, format_.masters);
     if (groups_[i] >= 0 && remainders_[i].defined() && remainders_[i].numel() != this->shard(i).count()) {
       throw std::invalid_argument(concat("[optim] the fp32 master of '", block.parameters()[i].name,
                                          "' is divided over another number of nodes, expected the nodes of the "
                                          "model's first optimizer; make the model again"));
     }
-    if (groups_[i] < 0 || remainders_[i].defined() || !dtype) continue;
+    if (groups_[i] < 0 || !dtype || (remainders_[i].defined() && remainders_[i].scalar_type() == *dtype)) continue;
+    const at::Tensor earlier = remainders_[i];
     remainders_[i] = shard_.empty()
                          ? memory::empty_strided(memory::HostArena::pageable(), tensor.sizes, tensor.strides, *dtype)
                          : memory::empty_strided(memory::HostArena::pageable(), {shard_[i].count()}, {1}, *dtype);
-    restart_master(i, layout_.view(block.current()->flat, i));
+    if (earlier.defined()) {
+      convert_remainder(earlier, remainders_[i]);
+    } else {
+      restart_master(i, layout_.view(block.current()->flat, i));
+    }
   }
 }
 
@@ -98,13 +105,14 @@ void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, c
     }
     if (shard(i).count() == 0 && !shard_.empty()) continue;
     const Hyperparameters& hyper = groups[static_cast<size_t>(groups_[i])];
-    Weights weights{own(layout_.view(before, i), i), own(layout_.view(after, i), i), {}, {}, shard(i).first};
+    Weights weights{own(layout_.view(before, i), i),           own(layout_.view(after, i), i), {}, {}, shard(i).first,
+                    (static_cast<uint64_t>(number_) << 32) + i};
     if (remainders_[i].defined())
       (remainders_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = remainders_[i];
     if (states_[i].tensors.empty() && states_[i].scalars.step == 0) {
-      states_[i] = make_state(algorithm_, hyper, format_, weights.before);
+      states_[i] = make_state(algorithm_, hyper, format_.moments, weights.before);
     }
-    optim::update(algorithm_, hyper, format_, states_[i], weights, own(gradient, i), scaling, pool);
+    optim::update(algorithm_, hyper, format_.moments, states_[i], weights, own(gradient, i), scaling, pool);
   }
 }
 
@@ -147,7 +155,7 @@ int64_t BlockOptimizer::moment_bytes(const std::vector<Hyperparameters>& groups)
   int64_t bytes = 0;
   for (size_t i = 0; i < groups_.size(); ++i) {
     if (groups_[i] < 0) continue;
-    bytes += state_bytes(algorithm_, groups[static_cast<size_t>(groups_[i])], format_,
+    bytes += state_bytes(algorithm_, groups[static_cast<size_t>(groups_[i])], format_.moments,
                          shard_.empty() ? layout_.tensors[i].sizes : std::vector{shard_[i].count()});
   }
   return bytes;

@@ -6,6 +6,7 @@
 
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
+#include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/optim/shards.h>
 
@@ -17,14 +18,15 @@ class BlockOptimizer {
  public:
   // `groups`: for each parameter, the group whose hyperparameters it uses, or -1 if it is not trained. `remainders`:
   // for each parameter, the part of its fp32 master that its weights lack, see remainder_dtype(); undefined if there is
-  // none. It belongs to the model, so the block's owner keeps it; missing entries are made here. Throws
-  // std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16. REQUIRES: `block` and `remainders`
-  // outlive the optimizer.
+  // none. It belongs to the model, so the block's owner keeps it; missing entries are made here, and those of another
+  // format converted. Throws std::invalid_argument if a trained parameter is neither fp32 nor bf16 nor fp16, or cannot
+  // have such masters. REQUIRES: `block` and `remainders` outlive the optimizer.
   // `shard`: for each parameter, the elements that are updated here while other processes update the others; empty: all
   // of them. Remainders and state then have those elements only, in one dimension. Not for Adafactor and Muon, which
   // step whole parameters: throws std::invalid_argument.
+  // `number`: tells the block from others in what depends on chance, see random_key().
   BlockOptimizer(const memory::ParameterBlock& block, std::vector<int> groups, std::vector<at::Tensor>& remainders,
-                 Algorithm algorithm, MomentFormat format, std::vector<ElementRange> shard = {});
+                 Algorithm algorithm, StateFormat format, std::vector<ElementRange> shard = {}, size_t number = 0);
 
   bool trains_any() const;
   size_t parameters() const { return groups_.size(); }
@@ -66,8 +68,9 @@ class BlockOptimizer {
   const std::vector<int> groups_;
   std::vector<at::Tensor>& remainders_;
   const Algorithm algorithm_;
-  const MomentFormat format_;
+  const StateFormat format_;
   const std::vector<ElementRange> shard_;  // empty: all elements
+  const size_t number_;
   std::vector<ParameterState> states_;
 
   // The shard's elements of a whole parameter or of something with its layout.

@@ -13,6 +13,7 @@
 #include <roundpipe/optim/adafactor.h>
 #include <roundpipe/optim/coefficients.h>
 #include <roundpipe/optim/dispatch.h>
+#include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/muon.h>
 #include <roundpipe/optim/shards.h>
 #include <roundpipe/optim/thread_pool.h>
@@ -97,7 +98,8 @@ void check_weights(const Weights& weights) {
         "[update] expected a master with float16 weights and with no others; pass it only then");
   }
   if (weights.remainder.defined()) {
-    check_like(weights.remainder, weights.before, at::kShort, where, "the remainder");
+    const bool is_short = weights.remainder.scalar_type() == at::kChar;
+    check_like(weights.remainder, weights.before, is_short ? at::kChar : at::kShort, where, "the remainder");
   }
   if (weights.master.defined()) check_like(weights.master, weights.before, at::kFloat, where, "the master");
 }
@@ -161,7 +163,13 @@ kernels::Memory memory_of(const ParameterState& state, const Weights& weights, c
   memory.gradient = gradient.const_data_ptr();
   memory.before = weights.before.const_data_ptr();
   memory.after = weights.after.mutable_data_ptr();
-  if (weights.remainder.defined()) memory.remainder = weights.remainder.mutable_data_ptr<int16_t>();
+  if (weights.remainder.defined() && weights.remainder.scalar_type() == at::kChar) {
+    memory.short_remainder = weights.remainder.mutable_data_ptr<int8_t>();
+    memory.rounding = random_key(weights.number, state.scalars.step);
+    memory.first_element = weights.first_element;
+  } else if (weights.remainder.defined()) {
+    memory.remainder = weights.remainder.mutable_data_ptr<int16_t>();
+  }
   if (weights.master.defined()) memory.master = weights.master.mutable_data_ptr<float>();
   for (size_t i = 0; i < state.tensors.size(); ++i) memory.states[i] = state.tensors[i].mutable_data_ptr();
   memory.inverse_scale = scaling.inverse_scale;
@@ -179,8 +187,9 @@ void update_adafactor(const Hyperparameters& hyper, ParameterState& state, const
     adafactor_step(hyper, state.scalars, memory, weights.before.sizes(), pool);
     return;
   }
-  const Weights copy{weights.before.contiguous(), weights.after.contiguous(), contiguous_if_defined(weights.remainder),
-                     contiguous_if_defined(weights.master)};
+  const Weights copy{
+      weights.before.contiguous(),           weights.after.contiguous(), contiguous_if_defined(weights.remainder),
+      contiguous_if_defined(weights.master), weights.first_element,      weights.number};
   const at::Tensor gradient_copy = gradient.contiguous();
   const kernels::Memory memory = memory_of(state, copy, gradient_copy, scaling);
   adafactor_step(hyper, state.scalars, memory, weights.before.sizes(), pool);
@@ -274,21 +283,16 @@ int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFor
   return tensors * 4 * elements;
 }
 
-std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights) {
-  if (weights == at::kBFloat16) return at::kShort;
-  if (weights == at::kHalf) return at::kFloat;
-  return std::nullopt;
-}
-
-double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, c10::ScalarType weights) {
+double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, StateFormat format, c10::ScalarType weights) {
   constexpr int64_t kSide = 4096;
-  const std::optional<c10::ScalarType> rest = remainder_dtype(weights);
+  const std::optional<c10::ScalarType> rest = remainder_dtype(weights, format.masters);
   if (!rest && weights != at::kFloat)
     throw std::invalid_argument(
         concat("[update_traffic] weights are ", c10::toString(weights), ", expected Float, BFloat16 or Half"));
   const auto weight = static_cast<double>(c10::elementSize(weights));
   const double master = weight + (rest ? static_cast<double>(c10::elementSize(*rest)) : 0);
-  const double state = static_cast<double>(state_bytes(algorithm, hyper, format, {kSide, kSide})) / (kSide * kSide);
+  const double state =
+      static_cast<double>(state_bytes(algorithm, hyper, format.moments, {kSide, kSide})) / (kSide * kSide);
   // Adafactor reads gradients three times and masters twice, see adafactor.cpp.
   const bool passes = algorithm == Algorithm::kAdafactor;
   // Muon writes and reads the update in bf16, and its transpose or copy; products are bounded by arithmetic.

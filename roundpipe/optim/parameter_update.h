@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,25 +31,25 @@ ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, Mom
 // The bytes of the tensors that make_state makes.
 int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, at::IntArrayRef sizes);
 
-// The dtype of the part of an fp32 master that weights of such a dtype lack: int16 for bf16, whose master's other half
-// the weight is, and float32 for fp16. None for other dtypes.
-std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights);
-
 // The bytes of host memory that update() reads and writes for each byte of weights, of a large matrix: gradients of the
 // weights' dtype, weights before and after with the rest of their masters, and the state. New weights take the memory
 // of the gradients, so nothing is read just to be overwritten. Throws std::invalid_argument for a dtype of weights that
 // is neither fp32 nor bf16 nor fp16.
-double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, c10::ScalarType weights);
+double update_traffic(Algorithm algorithm, const Hyperparameters& hyper, StateFormat format, c10::ScalarType weights);
 
 // One parameter's weights, before and after an update. All are non-overlapping and dense, with the same sizes and
 // strides.
 struct Weights {
-  at::Tensor before;     // fp32, bf16 or fp16
-  at::Tensor after;      // the same dtype; may be the memory of `before`, or of a gradient with equally large elements
-  at::Tensor remainder;  // int16, with bf16 weights: (weight << 16) + remainder is the fp32 master, bit for bit
-  at::Tensor master;     // fp32, with fp16 weights
+  at::Tensor before;  // fp32, bf16 or fp16
+  at::Tensor after;   // the same dtype; may be the memory of `before`, or of a gradient with equally large elements
+  // With bf16 weights. int16: (weight << 16) + remainder is the fp32 master, bit for bit. int8: (weight << 16) +
+  // (remainder << 8) is; that of the weights after is rounded to 24 bits, up or down by chance.
+  at::Tensor remainder;
+  at::Tensor master;  // fp32, with fp16 weights
   // Of a part of a parameter: the place of its first element in memory order. A multiple of kShardGrain.
   int64_t first_element = 0;
+  // With an int8 remainder: tells the parameter from others, see random_key().
+  uint64_t number = 0;
 };
 
 // The factors by which every gradient element is multiplied first, in fp32, with one rounding each.

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/thread_pool.h>
 #include <roundpipe/saving/contents.h>
 #include <roundpipe/saving/state_reads.h>
@@ -13,6 +14,17 @@
 namespace roundpipe {
 
 namespace {
+
+bool is_remainder(const at::Tensor& rest) {
+  return rest.defined() && (rest.scalar_type() == at::kShort || rest.scalar_type() == at::kChar);
+}
+
+// The same remainder of 16 bits.
+at::Tensor in_16_bits(const at::Tensor& remainder) {
+  const at::Tensor wide = at::empty(remainder.sizes(), at::kShort);
+  optim::convert_remainder(remainder, wide);
+  return wide;
+}
 
 // A trained parameter whose dtype differs from the checkpoint's; its fp32 master stays the same.
 struct Converted {
@@ -26,17 +38,17 @@ struct Converted {
   void finish() const {
     const at::NoGradGuard no_grad;
     at::Tensor master = weight.to(at::kFloat);
-    if (saved_rest.defined() && saved_rest.scalar_type() == at::kShort) {
+    if (is_remainder(saved_rest)) {
       master = at::empty(weight.sizes(), at::kFloat);
-      optim::join(weight, saved_rest.contiguous(), master, *optim::ThreadPool::current());
+      optim::join(weight, in_16_bits(saved_rest), master, *optim::ThreadPool::current());
     } else if (saved_rest.defined()) {
       master = saved_rest;
     }
-    if (remainder.defined() && remainder.scalar_type() == at::kShort) {
+    if (is_remainder(remainder)) {
       const at::Tensor high = at::empty_like(master, at::kBFloat16), low = at::empty_like(master, at::kShort);
       optim::split(master, high, low, *optim::ThreadPool::current());
       target.copy_(high);
-      remainder.copy_(own(low));
+      optim::convert_remainder(own(low), remainder);
       return;
     }
     target.copy_(master);
@@ -83,6 +95,7 @@ class FusedLoad {
     places_.load(apart, std::move(destinations_));
     reads_.read();
     for (const Converted& conversion : converted_) conversion.finish();
+    for (const auto& [saved, remainder] : other_remainders_) optim::convert_remainder(saved, remainder);
     core_.accept_weights();
   }
 
@@ -117,8 +130,17 @@ class FusedLoad {
       if (saved_rest != nullptr) conversion.saved_rest = reads_.whole(name, saved_rest, parameter.sizes());
       converted_.push_back(std::move(conversion));
     } else if (remainder.defined() && saved_rest != nullptr) {
-      reads_.take(name, saved_rest, remainder, parameter.detach(), range);
+      reads_.take(name, saved_rest, taker_of(remainder, concat(name, "/", saved_rest)), parameter.detach(), range);
     }
+  }
+
+  // What takes the saved remainder: the model's own, if it is in the same format.
+  at::Tensor taker_of(const at::Tensor& remainder, const std::string& key) {
+    const c10::ScalarType saved = stored_.parts_of(key).front().tensor.dtype;
+    const at::Tensor taker = saved == remainder.scalar_type() ? remainder : at::empty_like(remainder, saved);
+    if (saved == remainder.scalar_type() || !is_remainder(remainder) || !is_remainder(taker)) return remainder;
+    other_remainders_.emplace_back(taker, remainder);
+    return taker;
   }
 
   void place_moments(const std::string& name, const at::Tensor& parameter, const std::optional<ElementsOf>& range,
@@ -145,7 +167,8 @@ class FusedLoad {
   StateReads reads_;
   StoredCheckpoint::Destinations destinations_;
   std::vector<Converted> converted_;
-  std::map<size_t, std::vector<at::Tensor>> next_weights_;  // by block
+  std::vector<std::pair<at::Tensor, at::Tensor>> other_remainders_;  // as saved, in another format, and the model's
+  std::map<size_t, std::vector<at::Tensor>> next_weights_;           // by block
   std::map<std::string, at::Tensor> newest_;  // where weights after the last step go, if calls read those before
 };
 

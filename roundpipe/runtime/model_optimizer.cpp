@@ -40,9 +40,9 @@ memory::GradientBlockPtr no_gradients() {
 
 }  // namespace
 
-ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t block, size_t layers_before,
-                                       std::vector<int> groups, optim::Algorithm algorithm, optim::MomentFormat format,
-                                       const cluster::Nodes* nodes)
+ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t block, size_t number,
+                                       size_t layers_before, std::vector<int> groups, optim::Algorithm algorithm,
+                                       optim::StateFormat format, const cluster::Nodes* nodes)
     : model(std::move(of)),
       state(model->blocks[block]),
       index(block),
@@ -50,7 +50,8 @@ ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t bl
       emulated_ms(model->layers[static_cast<size_t>(state.layers.front())]->layer->emulated_update_ms()),
       shards(shards_of(state, groups, nodes)),
       optimizer(*state.block, std::move(groups), state.master_remainders, algorithm, format,
-                shards ? shards->elements[static_cast<size_t>(nodes->rank())] : std::vector<optim::ElementRange>()) {
+                shards ? shards->elements[static_cast<size_t>(nodes->rank())] : std::vector<optim::ElementRange>(),
+                number) {
   see();
 }
 
@@ -87,7 +88,7 @@ void ModelOptimizer::BoundBlock::see() {
 
 ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                                const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
-                               optim::MomentFormat format, std::shared_ptr<cluster::Nodes> nodes)
+                               optim::StateFormat format, std::shared_ptr<cluster::Nodes> nodes)
     : pipelines_(std::move(pipelines)), nodes_(std::move(nodes)), blocks_(std::make_shared<Blocks>()) {
   // Reads the settings in the environment now: an error on the update thread would come too late.
   optim::ThreadPool::current();
@@ -100,8 +101,8 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
       const auto& parameters = model->blocks[b].block->parameters();
       for (size_t i = 0; i < parameters.size(); ++i)
         places_[parameters[i].tensor.unsafeGetTensorImpl()] = {blocks_->size(), i};
-      blocks_->push_back(
-          std::make_unique<BoundBlock>(model, b, layers_before, groups[p][b], algorithm, format, nodes_.get()));
+      blocks_->push_back(std::make_unique<BoundBlock>(model, b, blocks_->size(), layers_before, groups[p][b], algorithm,
+                                                      format, nodes_.get()));
     }
     layers_before += model->layers.size();
   }

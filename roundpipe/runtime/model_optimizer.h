@@ -26,7 +26,7 @@ class ModelOptimizer {
   // own, or none; see StepRun. Each has the state of its shard of each block. Null: there is one.
   ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
-                 optim::MomentFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
+                 optim::StateFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
 
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group, and
   // `loss_scale` is that of the losses, see StepRun: `options.scaler` is not looked at. At most
@@ -96,10 +96,11 @@ class ModelOptimizer {
   void set_groups(std::vector<optim::Hyperparameters> groups) { groups_ = std::move(groups); }
 
  private:
-  // One block of one pipeline's model. Steps use it and keep it alive.
+  // One block of one pipeline's model. Steps use it and keep it alive. `number`: counted over all pipelines.
   struct BoundBlock {
-    BoundBlock(std::shared_ptr<ModelState> of, size_t index, size_t layers_before, std::vector<int> groups,
-               optim::Algorithm algorithm, optim::MomentFormat format, const cluster::Nodes* nodes);
+    BoundBlock(std::shared_ptr<ModelState> of, size_t index, size_t number, size_t layers_before,
+               std::vector<int> groups, optim::Algorithm algorithm, optim::StateFormat format,
+               const cluster::Nodes* nodes);
 
     // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;

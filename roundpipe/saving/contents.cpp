@@ -119,7 +119,7 @@ void Contents::add_piece(size_t number, const Snapshot::Piece& piece) {
     case Snapshot::Part::kPrevious:
       return add(kPrevious, {place.name, piece.tensor, number});
     case Snapshot::Part::kRemainder: {
-      const char* const kind = piece.tensor.scalar_type() == at::kShort ? kMasterRemainder : kMaster;
+      const char* const kind = piece.tensor.scalar_type() == at::kFloat ? kMaster : kMasterRemainder;
       return add(kOptimizer, {concat(place.name, "/", kind), piece.tensor, number});
     }
     case Snapshot::Part::kMoment:

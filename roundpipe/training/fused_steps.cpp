@@ -37,7 +37,7 @@ OptimizerMemory memory_of(const FusedRule& rule, const Parameters& parameters, c
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? nullptr : &options.at(found->second);
   };
-  return {rule.algorithm, rule.groups.front(), rule.moments, nodes, options_of};
+  return {rule.algorithm, rule.groups.front(), rule.format, nodes, options_of};
 }
 
 FusedSteps::HostParameters each_once(const FusedSteps::HostParameters& parameters) {
@@ -106,8 +106,9 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
                       std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint) {
   for (const auto& [name, parameter] : named) {
     const int group = group_of(parameter);
-    if (group >= 0)
-      optim::check_sizes(rule.algorithm, rule.groups.at(static_cast<size_t>(group)), parameter.sizes(), name);
+    if (group < 0) continue;
+    optim::check_sizes(rule.algorithm, rule.groups.at(static_cast<size_t>(group)), parameter.sizes(), name);
+    optim::check_masters(rule.format.masters, parameter.scalar_type(), name);
   }
   if (!host_parameters_.empty() && !host_) {
     std::vector<std::unique_ptr<runtime::Layer>> layers;
@@ -130,7 +131,7 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
   const OptimizerMemory memory =
       memory_of(rule, all_parameters(pipelines_, {}), group_of, nodes ? static_cast<int>(nodes->size()) : 1);
   auto made =
-      std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.moments, std::move(nodes));
+      std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.format, std::move(nodes));
   made->set_groups(rule.groups);
   for (const auto& model : models_) {
     model->memory().count(memory);

@@ -18,7 +18,7 @@ class JointTraining;
 struct FusedRule {
   optim::Algorithm algorithm = optim::Algorithm::kAdamW;
   std::vector<optim::Hyperparameters> groups;
-  optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  optim::StateFormat format = {};
   bool gradients_in_fp32 = false;  // those of 16-bit weights, on the host
 };
 
@@ -46,7 +46,8 @@ class FusedSteps {
   void prepare_bind();
   // Makes the optimizer, which replaces an earlier one; fp32 masters stay. `named`: every parameter under every name.
   // `joint`: what the nodes have agreed on; null: there is one node, or the caller keeps it.
-  // Throws std::invalid_argument, before anything is made, for a parameter that its group's rule cannot step.
+  // Throws std::invalid_argument, before anything is made, for a parameter that its group's rule or format
+  // cannot step.
   // REQUIRES: prepare_bind().
   void bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
             std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint = nullptr);

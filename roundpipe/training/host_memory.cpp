@@ -24,8 +24,9 @@ std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::optional<OptimizerMemory>& optimizer) {
   const bool is_adam = optimizer && (optimizer->algorithm == optim::Algorithm::kAdam ||
                                      optimizer->algorithm == optim::Algorithm::kAdamW);
-  const OptimizerMemory in_8bit{.moments = optim::MomentFormat::kBlockwise8Bit};
-  if (is_adam && optimizer->moments == optim::MomentFormat::kFloat32 && predict(in_8bit).total() <= budget_bytes)
+  const OptimizerMemory in_8bit{
+      .format = {optim::MomentFormat::kBlockwise8Bit, optimizer ? optimizer->format.masters : optim::MasterFormat()}};
+  if (is_adam && optimizer->format.moments == optim::MomentFormat::kFloat32 && predict(in_8bit).total() <= budget_bytes)
     return concat(frontend().option("moments", "8bit"), " in the optimizer");
   std::string raised = frontend().option("host_memory", format_bytes(wanted.total()));
   if (!optimizer)
@@ -61,13 +62,14 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
   for (const std::vector<at::Tensor>& block : blocks) {
     auto& of_block = sizes.emplace_back();
     for (const at::Tensor& tensor : block) {
-      const std::optional<c10::ScalarType> master = optim::remainder_dtype(tensor.scalar_type());
+      const std::optional<c10::ScalarType> master =
+          optim::remainder_dtype(tensor.scalar_type(), optimizer.format.masters);
       const optim::Hyperparameters* const own = optimizer.options_of ? optimizer.options_of(tensor) : nullptr;
       of_block.push_back({.elements = tensor.numel(),
                           .element_bytes = static_cast<int64_t>(tensor.element_size()),
                           .master_bytes = master ? static_cast<int64_t>(c10::elementSize(*master)) : 0,
                           .moment_bytes = optim::state_bytes(optimizer.algorithm, own ? *own : optimizer.options,
-                                                             optimizer.moments, tensor.sizes()),
+                                                             optimizer.format.moments, tensor.sizes()),
                           .trained = trains && tensor.requires_grad()});
     }
   }

@@ -18,7 +18,7 @@ namespace roundpipe {
 struct OptimizerMemory {
   optim::Algorithm algorithm = optim::Algorithm::kAdam;
   optim::Hyperparameters options = {};
-  optim::MomentFormat moments = optim::MomentFormat::kFloat32;
+  optim::StateFormat format = {};
   int nodes = 1;  // processes that share its state
   // Of one parameter; null, or returns null: `options`.
   std::function<const optim::Hyperparameters*(const at::Tensor&)> options_of = nullptr;

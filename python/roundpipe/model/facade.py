@@ -22,7 +22,7 @@ from roundpipe.model.replacing import REPLACING, guarded, refuse_compiling
 from roundpipe.model.step.optimizer_context import in_optimizer_context
 
 if TYPE_CHECKING:
-    from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments
+    from roundpipe.model.step.fused_optimizer import BoundOptimizer, Formats
     from roundpipe.model.step.fused_steps import FusedSteps
     from roundpipe.model.step.torch_steps import TorchSteps
 
@@ -86,10 +86,10 @@ class ModelFacade(HostResident):
             raise ValueError(f"[set_original_model] got a {type(original_model).__name__}, expected an nn.Module")
         object.__getattribute__(self, "__dict__")["_original_model"] = original_model
 
-    def _bind_optimizer(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
+    def _bind_optimizer(self, optimizer: BoundOptimizer, formats: Formats) -> FusedSteps:
         """Makes `optimizer` update the model in place from now on; see `FusedSteps`."""
         self._claim_steps()
-        steps = self._step_group.bind(optimizer, moments, gradients)
+        steps = self._step_group.bind(optimizer, formats)
         own = object.__getattribute__(self, "__dict__")
         own["_step_group"] = steps
         if steps.models.host_pipeline is not None and "_host_front" not in own:

@@ -13,11 +13,19 @@ from roundpipe import _core
 from roundpipe.model.facade import facade_in
 from roundpipe.model.memory.host import HostMemory
 from roundpipe.model.published_attributes import source_of_names
-from roundpipe.model.step.fused_optimizer import MOMENTS, BoundOptimizer, Gradients, Moments, core_rule
+from roundpipe.model.step.fused_optimizer import (
+    MOMENTS,
+    BoundOptimizer,
+    Formats,
+    Gradients,
+    Masters,
+    Moments,
+    core_rule,
+)
 from roundpipe.optim.parameter_groups import parameter_groups
 
 # Names in a state_dict of the part of the fp32 master that a weight lacks: all of it for fp16.
-_REMAINDERS = {torch.int16: "master_remainder", torch.float32: "master"}
+_REMAINDERS = {torch.int16: "master_remainder", torch.int8: "master_remainder", torch.float32: "master"}
 
 
 class ForModel(BoundOptimizer):
@@ -33,6 +41,8 @@ class ForModel(BoundOptimizer):
         decay_norms_and_biases: with a model: False sets `weight_decay` to 0 for norms and biases, as transformers'
             Trainer does, except in groups that set `weight_decay`.
         moments: with a model: "8bit" keeps the moments of Adam and AdamW in one byte each.
+        masters: with a model: "24bit" keeps what the fp32 masters of bf16 weights have beyond them in one byte each,
+            not two: masters are then rounded by chance to 24 bits, with their exact values as the mean.
         gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, to sum them over
             several calls before a step.
         **kwargs: the torch optimizer's arguments.
@@ -60,23 +70,23 @@ class ForModel(BoundOptimizer):
         groups: Iterable[dict[str, Any]] | None = None,
         decay_norms_and_biases: bool = True,
         moments: Moments = "float32",
+        masters: Masters = "float32",
         gradients: Gradients = "weights",
         **kwargs: Any,
     ) -> None:
         self.binding: _core.ModelOptimizer | None = None
         model = facade_in(params)
+        formats = Formats(moments, masters, gradients)
         if model is None:
-            if groups is not None or not decay_norms_and_biases or moments != "float32" or gradients != "weights":
+            if groups is not None or not decay_norms_and_biases or formats != Formats():
                 raise ValueError(
-                    "[optim] groups, decay_norms_and_biases, moments and gradients are for a RoundPipe model, and the "
-                    f"first argument is a {type(params).__name__}; wrap the model, or give torch's parameter groups"
+                    "[optim] groups, decay_norms_and_biases, moments, masters and gradients are for a RoundPipe model, "
+                    f"and the first argument is a {type(params).__name__}; wrap the model, or give torch's parameter "
+                    "groups"
                 )
             super().__init__(params, *args, **kwargs)
             return
-        if moments not in MOMENTS:
-            raise ValueError(f"[optim] moments is {moments!r}, expected 'float32' or '8bit'")
-        if gradients not in ("weights", "float32"):
-            raise ValueError(f"[optim] gradients is {gradients!r}, expected 'weights' or 'float32'")
+        formats.check()
         named = model._step_group.models.trainable_parameters()
         if not named:
             raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")
@@ -99,11 +109,11 @@ class ForModel(BoundOptimizer):
         nodes = model._step_group.nodes
         model._step_group.models.fused.require_room(
             f"the model with {type(self).__name__}",
-            core_rule(self, moments, gradients),
+            core_rule(self, formats),
             [options["params"] for options in self.param_groups],
             1 if nodes is None else nodes.size,
         )
-        self._group = model._bind_optimizer(self, moments, gradients)
+        self._group = model._bind_optimizer(self, formats)
         self.binding = self._group.binding
 
     def hyperparameters_by_parameter(self) -> dict[torch.nn.Parameter, _core.Hyperparameters]:
@@ -211,10 +221,17 @@ class ForModel(BoundOptimizer):
                     continue
                 name = _REMAINDERS[remainder.dtype]
                 if name in states[parameter]:
-                    remainder.copy_(states[parameter][name])
+                    self._load_remainder(states[parameter][name], remainder)
                 else:
                     self.binding.restart_master(parameter)
         self.binding.accept_weights()
+
+    @staticmethod
+    def _load_remainder(saved: torch.Tensor, remainder: torch.Tensor) -> None:
+        if saved.dtype == remainder.dtype or _REMAINDERS.get(saved.dtype) == "master":
+            remainder.copy_(saved)
+        else:
+            _core.convert_remainder(saved, remainder)
 
     def _refuse_parts(self, what: str) -> None:
         nodes = self._group.nodes

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from roundpipe import _core
 from roundpipe.model.memory.budget import HostPrediction, UpdateRule
 from roundpipe.ops.functional import Arithmetic
@@ -128,8 +130,10 @@ def _host_of_costs(costs: CostSet, rule: UpdateRule) -> HostPrediction:
     gradients = sum(cost.gradient_bytes for cost in costs.layers)
     # A square matrix of each layer's size: some rules keep less of a matrix than of a vector.
     sides = [math.isqrt(cost.gradient_bytes // 2) for cost in costs.layers]
-    moments = sum(_core.state_bytes(*rule.in_core(), (side, side)) for side in sides if side)
-    return HostPrediction(weights, gradients, gradients, moments)
+    algorithm, options, format_ = rule.in_core()
+    moments = sum(_core.state_bytes(algorithm, options, format_.moments, (side, side)) for side in sides if side)
+    masters = gradients // 2 * _core.remainder_bytes(torch.bfloat16, format_.masters)
+    return HostPrediction(weights, gradients, masters, moments)
 
 
 def _fewer_microbatches(planned: Planned) -> int | None:

@@ -41,6 +41,8 @@ inline int16_t split_remainder(uint32_t bits, uint16_t weight) {
   return static_cast<int16_t>(static_cast<uint16_t>(bits - (static_cast<uint32_t>(weight) << 16)));
 }
 
+#include <roundpipe/optim/kernels/master_24bit.inl>
+
 inline void load_elements(Element type, const void* memory, int64_t begin, int64_t count, float* __restrict values) {
   switch (type) {
     case Element::kFloat32: {
@@ -74,6 +76,7 @@ void load_gradient(const Memory& memory, int64_t begin, int64_t count, float* va
 void load_weights(const Memory& memory, int64_t begin, int64_t count, float* __restrict values) {
   if (memory.weight_type == Element::kBFloat16) {
     const uint16_t* const weight = static_cast<const uint16_t*>(memory.before) + begin;
+    if (memory.short_remainder != nullptr) return join_short(weight, memory.short_remainder + begin, count, values);
     const int16_t* const remainder = memory.remainder + begin;
     for (int64_t i = 0; i < count; ++i) values[i] = joined(weight[i], remainder[i]);
   } else {
@@ -100,6 +103,7 @@ void join_range(const uint16_t* weight, const int16_t* remainder, float* __restr
 
 void store_weights(const Memory& memory, int64_t begin, int64_t count, const float* __restrict values) {
   if (memory.weight_type == Element::kBFloat16) {
+    if (memory.short_remainder != nullptr) return split_short(memory, begin, count, values);
     split_range(values, static_cast<uint16_t*>(memory.after) + begin, memory.remainder + begin, 0, count);
     return;
   }

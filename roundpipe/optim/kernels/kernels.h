@@ -12,6 +12,12 @@ constexpr int64_t kChunk = 256;
 
 enum class Element : uint8_t { kFloat32, kBFloat16, kFloat16 };
 
+// Chooses random numbers, see random_key().
+struct RandomKey {
+  uint32_t first = 0;
+  uint32_t second = 0;
+};
+
 // The memory of a parameter's numbers: dense arrays in the same order.
 struct Memory {
   Element gradient_type = Element::kFloat32;
@@ -19,11 +25,15 @@ struct Memory {
   const void* gradient = nullptr;
   const void* before = nullptr;
   void* after = nullptr;         // may be the memory of `before`, or of a gradient with equally large elements
-  int16_t* remainder = nullptr;  // with bf16 weights
-  float* master = nullptr;       // with fp16 weights
-  void* states[4] = {};          // in the order of state_names
+  int16_t* remainder = nullptr;  // with bf16 weights; or, instead:
+  int8_t* short_remainder = nullptr;
+  float* master = nullptr;  // with fp16 weights
+  void* states[4] = {};     // in the order of state_names
   float inverse_scale = 1;
   float clip = 1;
+  // With a short remainder: what its rounding depends on; the place in the parameter of element 0 counts as well.
+  RandomKey rounding;
+  int64_t first_element = 0;
 };
 
 // Adafactor's estimate of a variance: row * column / row_mean, not below `least`.

@@ -318,6 +318,10 @@ TEST_SUITE("model") {
       CHECK(as_optimizer(torch::optim::AdamWOptions().amsgrad(true), {}).moments > before.moments);
       CHECK(as_optimizer(torch::optim::AdamWOptions(), {.moments = optim::MomentFormat::kBlockwise8Bit}).moments !=
             before.moments);
+      if (dtype == at::kBFloat16) {
+        const auto narrow = as_optimizer(torch::optim::SGDOptions(0.1), {.masters = optim::MasterFormat::k24Bit});
+        CHECK(narrow.masters == before.masters / 2);
+      }
       const auto wide = as_optimizer(torch::optim::SGDOptions(0.1), {.gradients_in_fp32 = true});
       CHECK((wide.gradients > before.gradients) == (dtype == at::kBFloat16));
     }

@@ -199,6 +199,10 @@ TEST_SUITE("wrong use") {
                Optimizer(duel.model, optim::Algorithm::kSGD, {}, {.moments = optim::MomentFormat::kBlockwise8Bit});
              },
              "8-bit moments are for Adam"},
+            {[](Duel& duel) {
+               Optimizer(duel.model, optim::Algorithm::kSGD, {}, {.masters = optim::MasterFormat::k24Bit});
+             },
+             "is Float, expected bfloat16, which alone has masters of 24 bits"},
         },
         /*with_optimizer=*/true);
   }

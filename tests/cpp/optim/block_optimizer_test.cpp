@@ -128,3 +128,46 @@ TEST_CASE("block optimizer: rules of whole parameters refuse to share one with o
     CHECK_NOTHROW(BlockOptimizer(block, {0}, rest, algorithm, MomentFormat::kFloat32));
   }
 }
+
+TEST_CASE("block optimizer: masters of 24 bits, made from exact ones and back") {
+  ThreadPool pool(1);
+  const at::Tensor values = at::tensor({1.0F, -2.0F, 0.5F}).to(at::kBFloat16);
+  ParameterBlock block({{"a", values.clone()}, {"b", values.clone()}}, /*pinned=*/false);
+  std::vector<at::Tensor> rest;
+  constexpr auto kMoments = MomentFormat::kFloat32;
+  BlockOptimizer exact(block, {0, 0}, rest, Algorithm::kSGD, kMoments);
+  rest[0].copy_(at::tensor({300, -300, 32767}, at::kShort));
+  BlockOptimizer narrow(block, {0, 0}, rest, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}, {}, 9);
+  CHECK(narrow.remainder_bytes() == 2 * 3);
+  CHECK(at::equal(rest[0], at::tensor({1, -1, 127}, at::kChar)));
+  CHECK(at::equal(rest[1], at::zeros({3}, at::kChar)));
+
+  // Each parameter rounds by numbers of its own, those that the block's number and its index make.
+  const at::Tensor change = at::full({3}, std::ldexp(1, -18)).to(at::kBFloat16);
+  Hyperparameters hyper = hyper_of(1);
+  for (const size_t i : {0, 1}) {
+    at::Tensor weights = values.clone(), remainder = rest[i].clone();
+    ParameterState state = make_state(Algorithm::kSGD, hyper, kMoments, weights);
+    for (int step = 0; step < 2; ++step)
+      update(Algorithm::kSGD, hyper, kMoments, state, {weights, weights, remainder, {}, 0, (uint64_t{9} << 32) + i},
+             change, {}, pool);
+    at::Tensor before = block.current()->flat;
+    std::vector<at::Tensor> own = {rest[0].clone(), rest[1].clone()};
+    BlockOptimizer alone(block, {0, 0}, own, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}, {}, 9);
+    for (int step = 0; step < 2; ++step) {
+      const GradientBlock gradients = gradients_of(block, {change, change});
+      alone.update(before, gradients.flat, gradients, block.layout(), {hyper}, {}, pool);
+      before = gradients.flat;
+    }
+    CHECK(at::equal(own[i], remainder));
+    CHECK(at::equal(block.layout().view(before, i), weights));
+  }
+
+  BlockOptimizer back(block, {0, 0}, rest, Algorithm::kSGD, kMoments);
+  CHECK(at::equal(rest[0], at::tensor({256, -256, 127 * 256}, at::kShort)));
+
+  ParameterBlock others({{"wide", at::ones({3})}}, /*pinned=*/false);
+  std::vector<at::Tensor> none;
+  CHECK_THROWS_WITH_AS(BlockOptimizer(others, {0}, none, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}),
+                       doctest::Contains("'wide' is Float, expected bfloat16"), std::invalid_argument);
+}

@@ -22,6 +22,7 @@ KINDS = {
     "bf16, 8-bit moments": Kind(torch.bfloat16, moments="8bit"),
     "NAdam, own buffers": Kind(optimizer="NAdam", counting=True),
     "SGD": Kind(torch.bfloat16, optimizer="SGD"),
+    "bf16, 24-bit masters": Kind(torch.bfloat16, masters="24bit"),
 }
 SHORT = "bf16"
 PROGRAMS = "node_checkpoint_programs"

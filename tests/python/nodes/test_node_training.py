@@ -119,6 +119,7 @@ def test_any_three_options_together(nodes: NodeProcesses, size: int) -> None:
 
 
 OPTIMIZERS = [
+    ("AdamW", (("moments", "8bit"), ("masters", "24bit"))),
     ("AdamW", (("moments", "8bit"),)),
     ("Adam", (("amsgrad", True),)),
     ("SGD", (("momentum", 0.9),)),

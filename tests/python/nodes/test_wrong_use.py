@@ -74,6 +74,7 @@ def test_refused_when_wrapped(nodes: NodeProcesses, name: str, message: str) -> 
         ("lr", f"{IN_MODEL}lr of group 0: rank 0 has 0.1, rank 1 has 0.2{ALIKE}"),
         ("kind", f"{IN_MODEL}the optimizer: rank 0 has AdamW, rank 1 has Adam"),
         ("moments", f"{IN_MODEL}moments: rank 0 has 'float32', rank 1 has '8bit'{ALIKE}"),
+        ("masters", f"{IN_MODEL}masters: rank 0 has 'float32', rank 1 has '24bit'{ALIKE}"),
         ("late lr", f"{IN_MODEL}lr of group 0: rank 0 has 0.1, rank 1 has 0.2{STEP}"),
         (
             "frozen late",

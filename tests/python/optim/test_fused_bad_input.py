@@ -53,11 +53,14 @@ def test_groups(pipe: RoundPipe, groups: Any, message: str) -> None:
 MAKING: list[tuple[Callable[[RoundPipe], Any], str]] = [
     (lambda pipe: roundpipe.optim.AdamW(pipe, moments="4bit"), "moments is '4bit'"),
     (lambda pipe: roundpipe.optim.AdamW(pipe, gradients="bf16"), "gradients is 'bf16'"),
+    (lambda pipe: roundpipe.optim.AdamW(pipe, masters="8bit"), "masters is '8bit', expected 'float32' or '24bit'"),
+    (lambda pipe: roundpipe.optim.AdamW(pipe, masters="24bit"), "'0.weight' is Float, expected bfloat16"),
     (lambda pipe: roundpipe.optim.SGD(pipe, moments="8bit"), "8-bit moments are for Adam and AdamW"),
     (lambda pipe: roundpipe.optim.AdamW(pipe, amsgrad=True, moments="8bit"), "8-bit moments are for Adam and AdamW"),
     (lambda pipe: roundpipe.optim.AdamW(pipe, lr=-1.0), "[Ii]nvalid learning rate"),
     (lambda pipe: roundpipe.optim.AdamW(pipe, differentiable=True), "differentiable"),
     (lambda pipe: roundpipe.optim.AdamW([nn.Parameter(torch.ones(2))], moments="8bit"), "for a RoundPipe model"),
+    (lambda pipe: roundpipe.optim.AdamW([nn.Parameter(torch.ones(2))], masters="24bit"), "for a RoundPipe model"),
     (lambda pipe: roundpipe.optim.AdamW(pipe.requires_grad_(False)), "no trainable parameter"),
 ]
 

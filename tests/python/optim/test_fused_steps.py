@@ -12,7 +12,7 @@ from torch import nn
 import roundpipe
 from fused_reference import FusedPair
 from reference_loops import assert_same, use_devices
-from roundpipe import RoundPipe
+from roundpipe import RoundPipe, RoundPipeRunConfig
 from roundpipe.train.demo.plain_loop import fused_adamw
 from sweeps import sweep
 
@@ -45,6 +45,30 @@ def test_equals_the_loop_on_any_number_of_devices(count: int, is_async: bool, dt
         run.call(*batch(dtype))
         run.step(is_async)
     run.compare()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_masters_of_24_bits_are_the_same_on_any_number_of_devices(is_async: bool) -> None:
+    data = [batch(torch.bfloat16) for _ in range(4)]
+    states = []
+    for count in (1, 2, 3, 4):
+        use_devices(count)
+        model = build(torch.bfloat16)
+        pipe = RoundPipe(model, name="narrow", model_run_config=RoundPipeRunConfig(num_microbatch=4))
+        optimizer = roundpipe.optim.AdamW(pipe, **OPTIONS, masters="24bit")
+        for inputs, label in data:
+            pipe.forward_backward((inputs,), label=label, loss_fn=nn.functional.mse_loss)
+            pipe.step(optimizer, is_async)
+        pipe.synchronize()
+        assert optimizer.host_memory().masters == sum(p.numel() for p in model.parameters())
+        kept = optimizer.state_dict()["state"].values()
+        states.append([*model.parameters(), *(entry["master_remainder"].clone() for entry in kept)])
+    assert states[0][-1].dtype == torch.int8
+    # Layers of the same shape round by numbers of their own.
+    assert len({bytes(p.view(torch.uint8).numpy()) for p in states[0][10:] if p.dim() == 2}) == 5
+    for other in states[1:]:
+        for mine, theirs in zip(states[0], other, strict=True):
+            assert torch.equal(mine, theirs)
 
 
 @pytest.mark.parametrize("is_async", [True, False])

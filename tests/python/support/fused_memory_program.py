@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,14 +15,16 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
 def main() -> None:
-    moments, mode, width, layers = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    moments, masters, mode = sys.argv[1:4]
+    width, layers = int(sys.argv[4]), int(sys.argv[5])
+    formats: Any = {"moments": moments, "masters": masters}
     roundpipe.devices("virtual:1,memory=256MiB")
     torch.set_num_threads(1)
     # What the first use of each kernel sets up is not the model's.
     roundpipe._core.set_threads(2)
     small = nn.Sequential(nn.Linear(64, 64, dtype=torch.bfloat16))
     warm = RoundPipe(small, name="warm")
-    warm_optimizer = roundpipe.optim.AdamW(warm, moments=moments)
+    warm_optimizer = roundpipe.optim.AdamW(warm, **formats)
     warm.forward_backward((torch.ones(2, 64, dtype=torch.bfloat16),), loss_fn=lambda o, _: o.float().square().mean())
     warm.step(warm_optimizer)
     warm.synchronize()
@@ -30,7 +33,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False, dtype=torch.bfloat16) for _ in range(layers)])
     pipe = RoundPipe(model, name="big", model_run_config=RoundPipeRunConfig(num_microbatch=2))
-    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3, moments=moments)
+    optimizer = roundpipe.optim.AdamW(pipe, lr=1e-3, **formats)
     inputs = torch.randn(4, width).to(torch.bfloat16)
     for _ in range(4):
         pipe.forward_backward((inputs,), loss_fn=lambda o, _: o.float().square().mean())

@@ -40,6 +40,7 @@ class Kind:
 
     dtype: torch.dtype = torch.float32
     moments: str = "float32"
+    masters: str = "float32"
     optimizer: str = "AdamW"
     is_async: bool = True
     scaled: bool = False
@@ -66,7 +67,7 @@ class Training(Resumable):
         rank = torch.distributed.get_rank()
         self.model = RoundPipe(nn.Sequential(*layers).to(kind.dtype), name="nodes", model_run_config=config)
         self.model.random_seed = 100 + rank
-        options = {"moments": kind.moments} if kind.moments != "float32" else {}
+        options = {"moments": kind.moments, "masters": kind.masters}
         self.optimizer = getattr(roundpipe.optim, kind.optimizer)(self.model, lr=0.01, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = GradScaler("cpu", init_scale=512.0, growth_interval=2) if kind.scaled else None

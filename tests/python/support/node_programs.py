@@ -239,7 +239,7 @@ def _stepped(**options: Any) -> None:
     """A step whose optimizer or options differ."""
     pipe = _pipe()
     mine = {name: values[rank()] for name, values in options.items()}
-    made = {name: mine.pop(name) for name in ("lr", "moments", "kind") if name in mine}
+    made = {name: mine.pop(name) for name in ("lr", "moments", "masters", "kind") if name in mine}
     optimizer = made.pop("kind", roundpipe.optim.AdamW)(pipe, **{"lr": 0.1, **made})
     if "late_lr" in mine:
         optimizer.param_groups[0]["lr"] = mine.pop("late_lr")
@@ -369,6 +369,7 @@ WRONG = {
     "late lr": lambda: _stepped(late_lr=(0.1, 0.2)),
     "kind": lambda: _stepped(kind=(roundpipe.optim.AdamW, roundpipe.optim.Adam)),
     "moments": lambda: _stepped(moments=("float32", "8bit")),
+    "masters": lambda: _stepped(masters=("float32", "24bit")),
     "frozen late": lambda: _changed_late(lambda model: model[1].requires_grad_(False)),
     "written late": lambda: _changed_late(lambda model: nn.init.ones_(model[1].weight)),
     "is_async": lambda: _stepped(is_async=(True, False)),

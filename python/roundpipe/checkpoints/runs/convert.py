@@ -61,7 +61,9 @@ def to_dcp(source: Path, out: Path) -> None:
     for (name, kind), value in kept.items():
         if kind == "master_remainder":
             master = torch.empty(value.shape)
-            _core.join(model[name], value.contiguous(), master)
+            rest = torch.empty(value.shape, dtype=torch.int16)
+            _core.convert_remainder(value, rest)
+            _core.join(model[name], rest, master)
             model[name] = master
         elif kind in ("master", "copy"):
             model[name] = value

@@ -101,19 +101,22 @@ class UpdateRule:
         optimizer: its name in lower case, such as "adamw".
         moments: "fp32", or "8bit" for Adam and AdamW.
         momentum: of SGD and RMSprop.
+        masters: "fp32", or "24bit" for bf16 weights.
     """
 
     optimizer: str = "adam"
     moments: str = "fp32"
     momentum: float = 0.0
+    masters: str = "fp32"
 
-    def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.MomentFormat]:
+    def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.StateFormat]:
         """The same, as the engine has it."""
         hyper = _core.Hyperparameters()
         hyper.momentum = self.momentum
-        formats = {"fp32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
+        moments = {"fp32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
+        masters = {"fp32": _core.MasterFormat.FLOAT32, "24bit": _core.MasterFormat.BITS_24}
         algorithm: _core.Algorithm = getattr(_core.Algorithm, self.optimizer.upper())
-        return algorithm, hyper, formats[self.moments]
+        return algorithm, hyper, _core.StateFormat(moments[self.moments], masters[self.masters])
 
     def traffic(self, weights: torch.dtype = torch.bfloat16) -> float:
         """Bytes of host memory that it reads and writes for each byte of weights that it updates."""

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 
 from roundpipe import _core
 
 MOMENTS = {"float32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
+MASTERS = {"float32": _core.MasterFormat.FLOAT32, "24bit": _core.MasterFormat.BITS_24}
 Moments = Literal["float32", "8bit"]
+Masters = Literal["float32", "24bit"]
 Gradients = Literal["weights", "float32"]
+
+
+class Formats(NamedTuple):
+    """How a fused optimizer keeps what it knows of each parameter; see `roundpipe.optim.AdamW`."""
+
+    moments: Moments = "float32"
+    masters: Masters = "float32"
+    gradients: Gradients = "weights"
+
+    def check(self) -> None:
+        """Raises ValueError for a name that is no format."""
+        known = {"moments": [*MOMENTS], "masters": [*MASTERS], "gradients": ["weights", "float32"]}
+        for name, format_name in self._asdict().items():
+            if format_name not in known[name]:
+                expected = " or ".join(map(repr, known[name]))
+                raise ValueError(f"[optim] {name} is {format_name!r}, expected {expected}")
 
 
 class Step:
@@ -84,9 +102,10 @@ class BoundOptimizer(torch.optim.Optimizer):
         self._opt_called = True
 
 
-def core_rule(optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> _core.FusedRule:
+def core_rule(optimizer: BoundOptimizer, formats: Formats) -> _core.FusedRule:
     """What the engine makes a fused optimizer from."""
-    return _core.FusedRule(optimizer.algorithm, optimizer.core_groups(), MOMENTS[moments], gradients == "float32")
+    state = _core.StateFormat(MOMENTS[formats.moments], MASTERS[formats.masters])
+    return _core.FusedRule(optimizer.algorithm, optimizer.core_groups(), state, formats.gradients == "float32")
 
 
 def as_schedulers(schedulers: Any) -> Sequence[Any]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.distributed.loss_counts import telling_failure
-from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments, Step, as_schedulers, core_rule
+from roundpipe.model.step.fused_optimizer import BoundOptimizer, Formats, Step, as_schedulers, core_rule
 from roundpipe.model.step.group import StepGroup
 from roundpipe.model.step.plain_steps import owners
 from roundpipe.model.step.scaler import GradScaler, synchronize_scales
@@ -45,8 +45,7 @@ class FusedSteps(StepGroup):
     Args:
         earlier: the models' steps until now.
         optimizer: has the models' parameters in its groups.
-        moments: see `roundpipe.optim.AdamW`.
-        gradients: see there, too.
+        formats: see `roundpipe.optim.AdamW`.
 
     Attributes:
         binding: the engine's optimizer, with its state for these models.
@@ -55,20 +54,20 @@ class FusedSteps(StepGroup):
     has_copies = False
     is_untouched = False
 
-    def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
+    def __init__(self, earlier: StepGroup, optimizer: BoundOptimizer, formats: Formats) -> None:
         super().__init__(earlier.models, earlier.joint)
         self._core = self.models.fused
         self.steps, self.save = earlier.steps, earlier.save
-        self._bind(earlier, optimizer, moments, gradients)
+        self._bind(earlier, optimizer, formats)
         owners.add(self)
 
-    def bind(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
+    def bind(self, optimizer: BoundOptimizer, formats: Formats) -> FusedSteps:
         """Makes another optimizer update these models from now on. The earlier one's moments are dropped; the fp32
         masters stay."""
-        self._bind(self, optimizer, moments, gradients)
+        self._bind(self, optimizer, formats)
         return self
 
-    def _bind(self, earlier: StepGroup, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> None:
+    def _bind(self, earlier: StepGroup, optimizer: BoundOptimizer, formats: Formats) -> None:
         # Refuses invalid requests before anything is changed.
         self._core.prepare_bind()
         earlier.synchronize()
@@ -77,9 +76,9 @@ class FusedSteps(StepGroup):
         names = self.models.named_parameters()
         nodes = None
         if self.joint is not None:
-            nodes = self.joint.make_optimizer(optimizer, {"moments": moments, "gradients": gradients}, names)
+            nodes = self.joint.make_optimizer(optimizer, formats._asdict(), names)
         groups = [options["params"] for options in optimizer.param_groups]
-        self.binding = self._core.bind(core_rule(optimizer, moments, gradients), names, groups, nodes)
+        self.binding = self._core.bind(core_rule(optimizer, formats), names, groups, nodes)
         self.models.host_pipeline = self._core.host_pipeline
 
     def _late_parameter(self) -> str | None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.distributed.joint_training import JointTraining
-from roundpipe.model.step.fused_optimizer import BoundOptimizer, Gradients, Moments
+from roundpipe.model.step.fused_optimizer import BoundOptimizer, Formats
 from roundpipe.model.step.fused_steps import FusedSteps, refuse_optimizer
 from roundpipe.model.step.group import StateReader, StepGroup, refuse_gradient_hooks
 from roundpipe.model.step.models import PipedModel, SteppedModels
@@ -64,7 +64,7 @@ class TorchSteps(StepGroup):
         """Whether no optimizer has been given the parameters, other than over the models' own."""
         return not self.has_copies
 
-    def bind(self, optimizer: BoundOptimizer, moments: Moments, gradients: Gradients) -> FusedSteps:
+    def bind(self, optimizer: BoundOptimizer, formats: Formats) -> FusedSteps:
         """Returns what replaces this object when a fused optimizer is made for the models.
 
         Raises:
@@ -75,7 +75,7 @@ class TorchSteps(StepGroup):
                 "[optim] the model's optim_parameters() are in use, expected a model that is stepped in one way only; "
                 "give optim_parameters() to a torch.optim optimizer, or wrap the model again"
             )
-        fused = FusedSteps(self, optimizer, moments, gradients)
+        fused = FusedSteps(self, optimizer, formats)
         owners.discard(self)
         return fused
 

@@ -104,6 +104,63 @@ def test_masters_survive_another_precision(dtype: torch.dtype, trained: Training
     other.run(1)
 
 
+def master_of(training: Training, parameter: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter."""
+    _, remainder = training.optimizer.binding.state(parameter)
+    assert remainder is not None
+    exact, master = torch.empty(parameter.shape, dtype=torch.int16), torch.empty(parameter.shape)
+    _core.convert_remainder(remainder, exact)
+    _core.join(parameter.detach(), exact, master)
+    return master
+
+
+@pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
+def test_masters_of_24_bits_are_made_from_exact_ones_and_back(through: str, trained: Training, tmp_path: Path) -> None:
+    def taken(earlier: Training, masters: str) -> Training:
+        later = Training(Recipe(dtype=torch.bfloat16, normed=False, options={"masters": masters}), devices=1)
+        if through == "checkpoint":
+            earlier.save(tmp_path / masters, wait=True)
+            later.load(tmp_path / masters)
+        else:
+            earlier.model.synchronize()
+            later.layers.load_state_dict(earlier.layers.state_dict())
+            later.optimizer.load_state_dict(earlier.optimizer.state_dict())
+        later.model.synchronize()
+        return later
+
+    narrow = taken(trained, "24bit")
+    trained.model.synchronize()
+    for mine, exact in zip(narrow.layers.parameters(), trained.layers.parameters(), strict=True):
+        assert torch.equal(mine, exact)  # weights stay as they are
+        last_bit = exact.abs().float() * 2.0**-15
+        assert bool(((master_of(narrow, mine) - master_of(trained, exact)).abs() <= last_bit).all())
+    back = taken(narrow, "float32")
+    for mine, before in zip(back.layers.parameters(), narrow.layers.parameters(), strict=True):
+        assert torch.equal(master_of(back, mine), master_of(narrow, before))
+    for training in (narrow, back):
+        training.run(2)
+
+
+def test_masters_of_24_bits_survive_another_precision(tmp_path: Path) -> None:
+    narrow = Training(Recipe(dtype=torch.bfloat16, normed=False, options={"masters": "24bit"}), devices=2)
+    narrow.run(2)
+    narrow.save(tmp_path / "bf16", wait=True)
+    narrow.model.synchronize()
+    masters = [master_of(narrow, parameter) for parameter in narrow.layers.parameters()]
+    wide = Training(Recipe(normed=False), devices=1)
+    wide.load(tmp_path / "bf16")
+    wide.model.synchronize()
+    for parameter, master in zip(wide.layers.parameters(), masters, strict=True):
+        assert torch.equal(parameter, master)
+    wide.save(tmp_path / "fp32", wait=True)
+    narrow.load(tmp_path / "fp32")
+    narrow.model.synchronize()
+    for parameter, master in zip(narrow.layers.parameters(), masters, strict=True):
+        assert torch.equal(master_of(narrow, parameter), master)
+    with pytest.raises(ValueError, match="expected bfloat16, which alone has masters of 24 bits"):
+        Training(Recipe(dtype=torch.float16, normed=False, options={"masters": "24bit"}), devices=1)
+
+
 def test_a_save_raises_what_its_calls_raised(
     trained: Training, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

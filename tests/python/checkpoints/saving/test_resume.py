@@ -30,6 +30,7 @@ RECIPES = {
     "torch's AdamW, synchronous": Recipe(optimizer="torch", is_async=False),
     "torch's AdamW over bf16": Recipe(optimizer="torch", dtype=torch.bfloat16, normed=False),
     "torch's SGD with a scaler": Recipe(optimizer="torch", kind="SGD", dtype=torch.float16, scaled=True, normed=False),
+    "24-bit masters": Recipe(dtype=torch.bfloat16, normed=False, options={"masters": "24bit", "moments": "8bit"}),
 }
 RESUMED_ON = {name: 1 + index % 3 for index, name in enumerate(RECIPES)}
 
@@ -43,6 +44,7 @@ def uninterrupted(recipe: Recipe, steps: int) -> dict[str, torch.Tensor]:
 SHORT = (
     "fp32 gradients",
     "8-bit moments",
+    "24-bit masters",
     "fp16 with a scaler, synchronous",
     "frozen layers",
     "torch's AdamW over bf16",

@@ -1,0 +1,54 @@
+#include <roundpipe/optim/masters.h>
+
+#include <stdexcept>
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/bitwise_right_shift.h>
+
+#include <roundpipe/core/error.h>
+
+namespace roundpipe::optim {
+
+namespace {
+
+// splitmix64 (Steele et al. 2014): every input bit changes every output bit with a probability close to one half.
+uint64_t mixed(uint64_t value) {
+  value += 0x9E3779B97F4A7C15U;
+  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
+  value = (value ^ (value >> 27)) * 0x94D049BB133111EBU;
+  return value ^ (value >> 31);
+}
+
+}  // namespace
+
+std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights, MasterFormat format) {
+  if (weights == at::kBFloat16) return format == MasterFormat::k24Bit ? at::kChar : at::kShort;
+  if (weights == at::kHalf) return at::kFloat;
+  return std::nullopt;
+}
+
+void check_masters(MasterFormat format, c10::ScalarType weights, const std::string& name) {
+  if (format == MasterFormat::kFloat32 || weights == at::kBFloat16) return;
+  throw std::invalid_argument(concat("[optim] parameter '", name, "' is ", c10::toString(weights),
+                                     ", expected bfloat16, which alone has masters of 24 bits; convert it, or let "
+                                     "masters be fp32"));
+}
+
+void convert_remainder(const at::Tensor& from, const at::Tensor& to) {
+  const at::NoGradGuard no_grad;
+  if (from.scalar_type() == to.scalar_type()) {
+    to.copy_(from);
+  } else if (to.scalar_type() == at::kShort) {
+    to.copy_(from).mul_(256);
+  } else {
+    // 127 at most, so that the nearest bf16 weight is the one that there is.
+    to.copy_(from.to(at::kInt).add_(128).bitwise_right_shift_(8).clamp_max_(127));
+  }
+}
+
+kernels::RandomKey random_key(uint64_t parameter, double step) {
+  const uint64_t key = mixed(mixed(parameter) + static_cast<uint64_t>(step));
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+}
+
+}  // namespace roundpipe::optim
