@@ -52,6 +52,7 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("steps", options.steps);
   visit("optimizer", options.optimizer);
   visit("moments", options.moments);
+  visit("masters", options.masters);
   visit("learning_rate", options.learning_rate);
   visit("weight_decay", options.weight_decay);
   visit("beta1", options.beta1);
@@ -198,6 +199,10 @@ std::vector<ParameterGroup> parameter_groups(const Options& options) {
 
 optim::MomentFormat moment_format(const Options& options) {
   return options.moments == "8bit" ? optim::MomentFormat::kBlockwise8Bit : optim::MomentFormat::kFloat32;
+}
+
+optim::MasterFormat master_format(const Options& options) {
+  return options.masters == "24bit" ? optim::MasterFormat::k24Bit : optim::MasterFormat::kFloat32;
 }
 
 LearningRate learning_rate(const Options& options, int64_t steps) {

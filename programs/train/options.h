@@ -41,7 +41,7 @@ struct Options {
   std::optional<int64_t> evaluate_every;  // unset: at the end only
   uint64_t seed = 0;
 
-  std::string optimizer, moments, schedule;
+  std::string optimizer, moments, masters, schedule;
   std::optional<double> learning_rate;
   double weight_decay = 0;
   std::optional<double> beta1, beta2, eps, momentum;  // unset: those of the update rule
@@ -71,6 +71,7 @@ int64_t tokens_of_step(const Options& options);
 UpdateRule update_rule(const Options& options);
 std::vector<ParameterGroup> parameter_groups(const Options& options);
 optim::MomentFormat moment_format(const Options& options);
+optim::MasterFormat master_format(const Options& options);
 LearningRate learning_rate(const Options& options, int64_t steps);
 // None: the model's own, for padded rows.
 std::optional<models::Attention> attention_option(const Options& options);

@@ -87,7 +87,7 @@ LanguageModelOptions model_options(const Options& options) {
 
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
   Optimizer optimizer(model.model(), update_rule(options), parameter_groups(options),
-                      {.moments = moment_format(options)});
+                      {.moments = moment_format(options), .masters = master_format(options)});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
 }

@@ -119,6 +119,10 @@ std::vector<TrainingOption> make_options() {
        .otherwise = std::string("adamw"),
        .choices = {"adam", "adamw", "sgd", "lion", "adafactor", "rmsprop", "muon"}},
       {.name = "moments", .help = "Of adam and adamw.", .otherwise = std::string("fp32"), .choices = {"fp32", "8bit"}},
+      {.name = "masters",
+       .help = "Of bf16 weights; 24bit: one byte less a weight, rounded by chance.",
+       .otherwise = std::string("fp32"),
+       .choices = {"fp32", "24bit"}},
       {.name = "learning_rate",
        .help = concat("Highest learning rate (default: ", kFullRate, ", for adapters ", kAdapterRate, ")."),
        .least = 0,
@@ -283,6 +287,9 @@ void check_update_rule(const OptionValues& values) {
   const std::string rule = text_of(values, "optimizer");
   if (text_of(values, "moments") == "8bit" && rule != "adam" && rule != "adamw") {
     refuse("moments", std::string("8bit"), concat("fp32 for ", rule));
+  }
+  if (text_of(values, "masters") == "24bit" && is_given(values, "dtype") && text_of(values, "dtype") != "bfloat16") {
+    refuse("masters", std::string("24bit"), concat("fp32 for weights of ", text_of(values, "dtype")));
   }
   for (const OfSomeRules& option : of_some_rules()) {
     if (!is_given(values, option.name) || option.has(rule)) continue;

@@ -215,6 +215,7 @@ class PlanOptions:
         str, typer.Option(help=f"Update rule, which takes memory of the host: {', '.join(OPTIMIZERS)}.")
     ] = "adamw"
     moments: Annotated[str, typer.Option(help="Of adam and adamw: fp32 or 8bit.")] = "fp32"
+    masters: Annotated[str, typer.Option(help="Of bf16 weights: fp32 or 24bit.")] = "fp32"
     links: Annotated[
         bool,
         typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
@@ -315,6 +316,7 @@ class PlanOptions:
                 "host_memory",
                 "optimizer",
                 "moments",
+                "masters",
                 "keep",
                 "gradient_groups",
                 "update_rate",
@@ -350,6 +352,7 @@ class PlanOptions:
         require(self.moments in ("fp32", "8bit"), "moments", self.moments, "fp32 or 8bit")
         if self.moments == "8bit":
             require(self.optimizer in WITH_8BIT, "moments", self.moments, f"fp32 for {self.optimizer}")
+        require(self.masters in ("fp32", "24bit"), "masters", self.masters, "fp32 or 24bit")
         require(self.tflops is None or _is_rate(self.tflops), "tflops", self.tflops, _RATES_EXPECTED)
         if self.tflops is not None:
             self.refuse(["card", "products"], "no --tflops")
@@ -395,7 +398,7 @@ class PlanOptions:
         """The optimizer, which takes and moves memory of the host."""
         from roundpipe.model.memory.budget import UpdateRule
 
-        return UpdateRule(self.optimizer, self.moments)
+        return UpdateRule(self.optimizer, self.moments, masters=self.masters)
 
     def compared(self) -> list[str]:
         """The names in `--compare`."""

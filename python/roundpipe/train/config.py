@@ -152,6 +152,7 @@ class TrainConfig:
 
     optimizer: Annotated[Optimizer, _shared(_RULE, "optimizer")] = _OPTIONS["optimizer"]["default"]
     moments: Annotated[Literal["fp32", "8bit"], _shared(_RULE, "moments")] = _OPTIONS["moments"]["default"]
+    masters: Annotated[Literal["fp32", "24bit"], _shared(_RULE, "masters")] = _OPTIONS["masters"]["default"]
     learning_rate: Annotated[float | None, _shared(_RULE, "learning_rate", show_default=False)] = None
     weight_decay: Annotated[float, _shared(_RULE, "weight_decay")] = _OPTIONS["weight_decay"]["default"]
     beta1: Annotated[float | None, _shared(_RULE, "beta1", show_default=False)] = None

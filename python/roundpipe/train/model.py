@@ -182,7 +182,7 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
 
 def rule_of(config: TrainConfig) -> UpdateRule:
     """The optimizer of a run, as far as its memory depends on it."""
-    return UpdateRule(config.optimizer, config.moments, config.momentum or 0.0)
+    return UpdateRule(config.optimizer, config.moments, config.momentum or 0.0, config.masters)
 
 
 def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 
 from roundpipe import optim
 from roundpipe.model.pipe import RoundPipe
-from roundpipe.model.step.fused_optimizer import Moments
+from roundpipe.model.step.fused_optimizer import Masters, Moments
 from roundpipe.optim.for_model import ForModel
 from roundpipe.train.config import TrainConfig
 
@@ -34,7 +34,8 @@ def make_optimizer(model: RoundPipe, config: TrainConfig) -> Any:
         beside = config.beside_muon
         options["adamw"] = {"betas": (beside["beta1"], beside["beta2"]), "eps": beside["eps"]}
     moments: Moments = "8bit" if config.moments == "8bit" else "float32"
-    return _RULES[config.optimizer](model, decay_norms_and_biases=False, moments=moments, **options)
+    masters: Masters = "24bit" if config.masters == "24bit" else "float32"
+    return _RULES[config.optimizer](model, decay_norms_and_biases=False, moments=moments, masters=masters, **options)
 
 
 def make_schedule(optimizer: Any, config: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:

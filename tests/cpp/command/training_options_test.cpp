@@ -61,7 +61,7 @@ TEST_CASE("training options: a value out of its range is named") {
 }
 
 TEST_CASE("training options: values that do not fit each other are named") {
-  const std::string lion = "lion", eight = "8bit", sgd = "sgd", folder = "a";
+  const std::string lion = "lion", eight = "8bit", sgd = "sgd", folder = "a", narrow = "24bit", half = "float16";
   const std::vector<std::string> targets = {"q_proj"};
   for (const auto& [values, said] : std::vector<Case>{
            {{{"lora", true}, {"adapter", folder}}, "--lora and --adapter are for different runs"},
@@ -70,6 +70,7 @@ TEST_CASE("training options: values that do not fit each other are named") {
            {{{"lora_rank", int64_t{4}}, {"dora", false}}, "expected it only with --lora or --dora"},
            {{{"lora_targets", targets}}, "--lora-targets is q_proj, expected it only with --lora"},
            {{{"moments", eight}, {"optimizer", lion}}, "--moments is 8bit, expected fp32 for lion"},
+           {{{"masters", narrow}, {"dtype", half}}, "--masters is 24bit, expected fp32 for weights of float16"},
            {{{"eps", 1e-8}, {"optimizer", sgd}},
             "--eps is 1e-08, expected it only for adam, adamw, rmsprop, muon, not for sgd"},
            {{{"momentum", 0.9}}, "--momentum is 0.9, expected it only for sgd, rmsprop, muon, not for adamw"},

@@ -286,6 +286,15 @@ def test_moments_are_those_of_the_optimizer(options: list[str], of_a_parameter: 
         assert host["moments"] == pytest.approx(of_a_parameter * trained, rel=0.02, abs=0.05 * trained)
 
 
+def test_masters_of_24_bits_take_one_byte(folder: Path) -> None:
+    for model in (str(folder), "qwen3-1.7b"):
+        exact, narrow = (
+            json.loads(run(model, "--masters", masters, "--json"))["memory"]["predicted_host_bytes"]
+            for masters in ("fp32", "24bit")
+        )
+        assert narrow == exact | {"fp32_masters": exact["fp32_masters"] // 2, "together": narrow["together"]}
+
+
 def test_moments_beside_muon_are_those_of_adamw(folder: Path) -> None:
     named = make_model(SMALL).named_parameters()
     expected = sum(p.numel() * (4 if p.dim() == 2 and ".layers." in name else 8) for name, p in named)
@@ -312,6 +321,8 @@ def test_plan_of_a_preset_says_what_is_not_known() -> None:
         (["--moments", "4bit"], "--moments is 4bit"),
         (["--optimizer", "lion", "--moments", "8bit"], "--moments is 8bit, expected fp32 for lion"),
         (["--mode", "inference", "--moments", "8bit"], "--moments has no effect here"),
+        (["--masters", "16bit"], "--masters is 16bit, expected fp32 or 24bit"),
+        (["--mode", "inference", "--masters", "24bit"], "--masters has no effect here"),
     ],
 )
 def test_bad_options_end_with_code_2(

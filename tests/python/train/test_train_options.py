@@ -127,6 +127,9 @@ def test_options_of_the_optimizer(made: Callable[..., TrainConfig]) -> None:
     assert group(eps=1e-3)["eps"] == 1e-3
     assert group(optimizer="sgd", momentum=0.5)["momentum"] == 0.5
     assert make_optimizer(model, made(moments="8bit")).format_name == "8bit"
+    narrow = load_model(made(dtype="bfloat16"))
+    exact = make_optimizer(narrow, made(dtype="bfloat16")).host_memory().masters
+    assert make_optimizer(narrow, made(dtype="bfloat16", masters="24bit")).host_memory().masters == exact // 2
     names = {"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "lion": "Lion", "adafactor": "Adafactor"}
     for optimizer, name in (names | {"rmsprop": "RMSprop"}).items():
         assert type(make_optimizer(model, made(optimizer=optimizer))).__name__ == name
