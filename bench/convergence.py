@@ -1,10 +1,10 @@
-"""Does the demo's model learn as well with 16-bit weights, 8-bit moments and asynchronous steps as in plain fp32?
+"""Does the demo's model learn as well with fewer bits of weights and moments and asynchronous steps as in plain fp32?
 
 Each row trains the demo's model from the same weights on the same batches. Weights of bf16 with the 16 bits that make
-them fp32 are compared with fp32 weights; 8-bit moments and asynchronous steps with the row that differs in nothing
-else; and bf16 weights without the remainder, stepped by torch's AdamW, show what would be lost. The held-out loss is
-that after the last step. Asynchronous rows begin with a share of synchronous steps. The program fails when a held-out
-loss is further off than stated.
+them fp32 are compared with fp32 weights; masters of 24 bits, 8-bit moments and asynchronous steps with the row that
+differs in nothing else; and bf16 weights without the remainder, stepped by torch's AdamW, show what would be lost. The
+held-out loss is that after the last step. Asynchronous rows begin with a share of synchronous steps. The program fails
+when a held-out loss is further off than stated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from support.demo_runs import CLIP_NORM, TABLES, DemoRuns
 from support.report import Report, parser
 
 import roundpipe
-from roundpipe.model.step.fused_optimizer import Moments
+from roundpipe.model.step.fused_optimizer import Masters, Moments
 from roundpipe.train.demo.preset import FULL_STEPS, VIRTUAL_DEVICES
 
 RATE = 1.2e-4  # a rate that synchronous steps still tolerate costs asynchronous ones a tenth of their loss
@@ -26,11 +26,11 @@ SYNCHRONOUS_SHARE = 0.4  # of the steps, at the start: a staleness of one costs 
 MakeStep = Callable[[roundpipe.RoundPipe, DemoRuns], Callable[[int], None]]
 
 
-def fused(is_async: bool, moments: Moments = "float32") -> MakeStep:
+def fused(is_async: bool, moments: Moments = "float32", masters: Masters = "float32") -> MakeStep:
     """The engine's AdamW; asynchronous steps begin after a share of synchronous ones."""
 
     def prepared(model: roundpipe.RoundPipe, runs: DemoRuns) -> Callable[[int], None]:
-        optimizer = runs.adamw(model, moments)
+        optimizer = runs.adamw(model, moments, masters)
         schedule = runs.schedule(optimizer)
         synchronous = round(runs.steps * (SYNCHRONOUS_SHARE if is_async else 1))
 
@@ -76,6 +76,21 @@ CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
         torch.bfloat16,
         fused(is_async=True, moments="8bit"),
         ("bf16 + remainder, asynchronous", 0.01),
+    ),
+    "bf16, 24-bit masters, synchronous": (
+        torch.bfloat16,
+        fused(is_async=False, masters="24bit"),
+        ("bf16 + remainder, synchronous", 0.01),
+    ),
+    "bf16, 24-bit masters, asynchronous": (
+        torch.bfloat16,
+        fused(is_async=True, masters="24bit"),
+        ("bf16 + remainder, asynchronous", 0.01),
+    ),
+    "bf16, 24-bit masters, 8-bit moments, asynchronous": (
+        torch.bfloat16,
+        fused(is_async=True, moments="8bit", masters="24bit"),
+        ("bf16 + remainder, 8-bit moments, asynchronous", 0.01),
     ),
     "plain bf16, asynchronous": (torch.bfloat16, plain_bf16, None),
 }

@@ -39,14 +39,26 @@ from roundpipe import _core
 from roundpipe.model.memory.host import free_host_bytes
 
 OURS, OURS_8BIT, TORCH = "ours", "ours, 8-bit", "torch fused"
+SHORT, SHORT_8BIT = "ours, 24-bit masters", "ours, 24-bit masters, 8-bit"
+FORMATS = {
+    name: _core.StateFormat(moments, masters)
+    for name, moments, masters in [
+        (OURS, _core.MomentFormat.FLOAT32, _core.MasterFormat.FLOAT32),
+        (OURS_8BIT, _core.MomentFormat.BLOCKWISE_8BIT, _core.MasterFormat.FLOAT32),
+        (SHORT, _core.MomentFormat.FLOAT32, _core.MasterFormat.BITS_24),
+        (SHORT_8BIT, _core.MomentFormat.BLOCKWISE_8BIT, _core.MasterFormat.BITS_24),
+    ]
+}
 PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed"}
 COPY, MEMCPY, SCALE = "copy", "memcpy", "scale"  # not contestants, but run in the same turns
-OURS_BYTES = {OURS: 26, OURS_8BIT: 14 + 1 / 16}  # read and written, a parameter
-HELD_BYTES = 14 + 8 + 1 / 16 + 20 + 2  # a parameter, of ours, ours in 8-bit, torch's and the gradients to copy from
+# Read and written, a parameter.
+OURS_BYTES = {OURS: 26, OURS_8BIT: 14 + 1 / 16, SHORT: 24, SHORT_8BIT: 12 + 1 / 16}
+HELD_BYTES = 14 + 8 + 13 + 7 + 1 / 8 + 20 + 2  # a parameter, of ours, torch's and the gradients to copy from
 PEER_HELD_BYTES = 20 + 2
 FIRST_STEPS = 3
 # How far weights may be from torch's: the largest distance, of each weight's size plus the root mean square of all.
-BOUNDS = {OURS: 1e-6, PEERS["published"]: 1e-5, PEERS["deepspeed"]: 1e-5}
+# Masters of 24 bits are rounded at the start and in each step.
+BOUNDS = {OURS: 1e-6, SHORT: (FIRST_STEPS + 1) * 2.0**-15, PEERS["published"]: 1e-5, PEERS["deepspeed"]: 1e-5}
 # In 8 bits single weights may go astray: the root mean square of the distances, of that of the way from the start.
 BOUND_8BIT = 0.02
 SETTLE_S = 0.01  # until the threads of the turn before have stopped spinning
@@ -61,17 +73,20 @@ class Contestant(Protocol):
 class Ours:
     """The new weight is written where the gradient was, whose next one comes where the weight was."""
 
-    def __init__(self, size: int, gradients: Gradients, moments: _core.MomentFormat) -> None:
+    def __init__(self, size: int, gradients: Gradients, format_: _core.StateFormat) -> None:
         master = adamw.initial_weights(size)
         self._weight = torch.empty(size, dtype=torch.bfloat16)
         self._gradient = torch.empty(size, dtype=torch.bfloat16)
-        self._remainder = torch.empty(size, dtype=torch.int16)
-        _core.split(master, self._weight, self._remainder)
+        exact = torch.empty(size, dtype=torch.int16)
+        _core.split(master, self._weight, exact)
+        is_short = format_.masters == _core.MasterFormat.BITS_24
+        self._remainder = torch.empty(size, dtype=torch.int8 if is_short else torch.int16)
+        _core.convert_remainder(exact, self._remainder)
         self._hyper = _core.Hyperparameters()
         self._hyper.lr, self._hyper.eps, self._hyper.weight_decay = HYPER["lr"], HYPER["eps"], HYPER["weight_decay"]
         self._hyper.beta1, self._hyper.beta2 = HYPER["betas"]
-        self._moments = moments
-        self._state = _core.make_state(_core.Algorithm.ADAMW, self._hyper, moments, self._weight)
+        self._moments = format_.moments
+        self._state = _core.make_state(_core.Algorithm.ADAMW, self._hyper, self._moments, self._weight)
         self._gradients = gradients
         self._steps = 0
 
@@ -100,8 +115,10 @@ class Ours:
 
     def sample(self) -> torch.Tensor:
         weight, remainder = adamw.sample(self._weight), adamw.sample(self._remainder)
+        exact = torch.empty(weight.shape, dtype=torch.int16)
+        _core.convert_remainder(remainder, exact)
         master = torch.empty(weight.shape)
-        _core.join(weight, remainder, master)
+        _core.join(weight, exact, master)
         return master
 
 
@@ -255,7 +272,7 @@ def check(contestants: dict[str, Contestant], start: torch.Tensor, measured: Mea
     wrong = []
     for name, contestant in contestants.items():
         apart = contestant.sample().double() - expected
-        if name == OURS_8BIT:
+        if name in (OURS_8BIT, SHORT_8BIT):
             distance, bound = (apart.norm() / (expected - start).norm()).item(), BOUND_8BIT
         else:
             distance = (apart.abs() / (expected.abs() + root_mean_square)).max().item()
@@ -268,7 +285,7 @@ def check(contestants: dict[str, Contestant], start: torch.Tensor, measured: Mea
 
 def print_tables(report: Report, results: Sequence[Measured]) -> None:
     peers = [TORCH, *PEERS.values()]
-    names = [OURS, OURS_8BIT, *peers]
+    names = [*FORMATS, *peers]
     header = ["parameters", "threads"]
     report("Nanoseconds a parameter from bf16 gradient to bf16 weight, casts included:")
     report("")
@@ -336,7 +353,7 @@ def main() -> None:
     report = Report("Optimizer: one AdamW step on the host, from bf16 gradients to bf16 weights", options.out)
     report(
         f"Medians of {options.rounds} rounds in which all take turns, with cold caches. "
-        f"Bytes read and written a parameter: ours {OURS_BYTES[OURS]}, with 8-bit moments {OURS_BYTES[OURS_8BIT]:.2f}, "
+        f"Bytes read and written a parameter: {', '.join(f'{name} {each:.2f}' for name, each in OURS_BYTES.items())}, "
         "an fp32 optimizer with its casts 40. GB/s count reads and writes."
     )
     report("")
@@ -360,8 +377,7 @@ def main() -> None:
             with ExitStack() as stack:
                 gradients = Gradients(size)
                 contestants: dict[str, Contestant] = {
-                    OURS: Ours(size, gradients, _core.MomentFormat.FLOAT32),
-                    OURS_8BIT: Ours(size, gradients, _core.MomentFormat.BLOCKWISE_8BIT),
+                    **{name: Ours(size, gradients, format_) for name, format_ in FORMATS.items()},
                     TORCH: WithCasts(
                         size, gradients, lambda parameters: torch.optim.AdamW(parameters, fused=True, **HYPER)
                     ),

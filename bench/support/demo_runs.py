@@ -13,7 +13,7 @@ import torch
 import roundpipe
 from roundpipe.huggingface.evaluation import held_out_loss
 from roundpipe.model.call.loss_function import ScaledOutputs, outputs_as_loss
-from roundpipe.model.step.fused_optimizer import Moments
+from roundpipe.model.step.fused_optimizer import Masters, Moments
 from roundpipe.train.demo.corpus import load_corpus
 from roundpipe.train.demo.preset import LENGTH, TEXT_BYTES
 from roundpipe.train.demo.untrained import build_llama, train_tokenizer
@@ -82,10 +82,12 @@ class DemoRuns:
         wrapped: roundpipe.RoundPipe = roundpipe.wrap_model_to_roundpipe(llama.train(), name="demo")
         return wrapped
 
-    def adamw(self, model: roundpipe.RoundPipe, moments: Moments = "float32") -> roundpipe.optim.AdamW:
+    def adamw(
+        self, model: roundpipe.RoundPipe, moments: Moments = "float32", masters: Masters = "float32"
+    ) -> roundpipe.optim.AdamW:
         """The engine's AdamW for a model."""
         groups = [{"params": name, "lr": self.rate * factor} for name, factor in TABLES.items()]
-        return roundpipe.optim.AdamW(model, groups=groups, moments=moments, **self.rule)
+        return roundpipe.optim.AdamW(model, groups=groups, moments=moments, masters=masters, **self.rule)
 
     @property
     def rule(self) -> dict[str, Any]:
