@@ -14,6 +14,9 @@ Batch = dict[str, Any]
 Sizes = Sequence[Sequence[int]]
 """For each row, a number for each of its pictures, videos or sounds, which decides its size."""
 
+MIXED = "pictures and videos"
+"""The name of the case of a batch with both."""
+
 IMAGE, VIDEO, SOUND, START, END, BREAK = 96, 95, 94, 93, 92, 91
 _ORDINARY = 90  # tokens below are text
 TEXT: dict[str, Any] = {
@@ -28,7 +31,7 @@ TEXT: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-_TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def _generator() -> torch.Generator:
@@ -46,6 +49,7 @@ class Multimodal:
         sounds: likewise, for sounds.
         tower: a part of the names of parameters that are the tower's.
         one_each: whether each row is one sound, and nothing else.
+        without: names of cases that the model does not take.
     """
 
     make: Callable[[], nn.Module]
@@ -54,6 +58,7 @@ class Multimodal:
     sounds: Callable[[Sizes], Batch] | None = None
     tower: str = "vision"
     one_each: bool = False
+    without: tuple[str, ...] = ()
 
 
 def written(rows: Sequence[Sequence[list[int]]]) -> Batch:
@@ -72,18 +77,18 @@ def written(rows: Sequence[Sequence[list[int]]]) -> Batch:
     return {"input_ids": ids, "attention_mask": attended, "labels": labels}
 
 
-def _flat(sizes: Sizes) -> list[int]:
+def flat(sizes: Sizes) -> list[int]:
     return [size for row in sizes for size in row]
 
 
-def _normal(*shape: int) -> torch.Tensor:
+def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=_generator())
 
 
 # Qwen: packed patches, and a grid of them for each picture.
 
-_QWEN_VISION = {"in_channels": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
-_QWEN_TOKENS = {
+QWEN_VISION = {"in_channels": 3, "patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2}
+QWEN_TOKENS = {
     "image_token_id": IMAGE,
     "video_token_id": VIDEO,
     "vision_start_token_id": START,
@@ -91,40 +96,40 @@ _QWEN_TOKENS = {
 }
 
 
-def _grid(size: int, frames: int = 1) -> tuple[int, int, int]:
+def grid_of(size: int, frames: int = 1) -> tuple[int, int, int]:
     return frames, 2 + 2 * (size % 2), 2 + 2 * (size // 2 % 3)
 
 
-def _qwen_images(sizes: Sizes) -> Batch:
-    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(_grid, row)] for row in sizes]
-    return _qwen_patches(rows, [_grid(size) for size in _flat(sizes)], "pixel_values", "image_grid_thw")
+def qwen_images(sizes: Sizes) -> Batch:
+    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(grid_of, row)] for row in sizes]
+    return qwen_patches(rows, [grid_of(size) for size in flat(sizes)], "pixel_values", "image_grid_thw")
 
 
-def _qwen_videos(sizes: Sizes, by_frames: bool) -> Batch:
+def qwen_videos(sizes: Sizes, by_frames: bool) -> Batch:
     def tokens(size: int) -> list[int]:
-        frames, height, width = _grid(size, 2 + size % 2)
+        frames, height, width = grid_of(size, 2 + size % 2)
         each = [VIDEO] * (height * width // 4)
         return [token for _ in range(frames) for token in (7, START, *each, END)] if by_frames else each * frames
 
-    grids = [_grid(size, 2 + size % 2) for size in _flat(sizes)]
+    grids = [grid_of(size, 2 + size % 2) for size in flat(sizes)]
     rows = [[tokens(size) if by_frames else [START, *tokens(size), END] for size in row] for row in sizes]
-    return _qwen_patches(rows, grids, "pixel_values_videos", "video_grid_thw")
+    return qwen_patches(rows, grids, "pixel_values_videos", "video_grid_thw")
 
 
-def _qwen_patches(rows: Any, grids: list[tuple[int, int, int]], values: str, grid: str) -> Batch:
+def qwen_patches(rows: Any, grids: list[tuple[int, int, int]], values: str, grid: str) -> Batch:
     batch = written(rows)
     ids = batch["input_ids"]
     batch["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     if grids:
         batch[grid] = torch.tensor(grids)
-        batch[values] = _normal(sum(t * h * w for t, h, w in grids), 96)
+        batch[values] = normal(sum(t * h * w for t, h, w in grids), 96)
     return batch
 
 
 def _seconds(sizes: Sizes) -> Batch:
-    batch = _qwen_videos(sizes, by_frames=False)
-    if _flat(sizes):
-        batch["second_per_grid_ts"] = [1.0 + number for number, _ in enumerate(_flat(sizes))]
+    batch = qwen_videos(sizes, by_frames=False)
+    if flat(sizes):
+        batch["second_per_grid_ts"] = [1.0 + number for number, _ in enumerate(flat(sizes))]
     return batch
 
 
@@ -134,19 +139,19 @@ def _qwen25_vl() -> nn.Module:
     config = transformers.Qwen2_5_VLConfig(
         text_config={**TEXT, "rope_parameters": rotary},
         vision_config={
-            **_QWEN_VISION,
+            **QWEN_VISION,
             **vision,
             "window_size": 16,
             "fullatt_block_indexes": [1],
             "tokens_per_second": 2,
         },
-        **_QWEN_TOKENS,
+        **QWEN_TOKENS,
     )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-_QWEN3_VISION = {
-    **_QWEN_VISION,
+QWEN3_VISION = {
+    **QWEN_VISION,
     "depth": 3,
     "hidden_size": 32,
     "out_hidden_size": 32,
@@ -160,8 +165,8 @@ def _qwen3_vl() -> nn.Module:
     rotary = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}
     config = transformers.Qwen3VLConfig(
         text_config={**TEXT, "head_dim": 8, "rope_parameters": rotary},
-        vision_config={**_QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
-        **_QWEN_TOKENS,
+        vision_config={**QWEN3_VISION, "deepstack_visual_indexes": [0, 1]},
+        **QWEN_TOKENS,
     )
     return transformers.Qwen3VLForConditionalGeneration(config)
 
@@ -186,7 +191,7 @@ _QWEN35_TEXT: dict[str, Any] = {
 
 def _qwen35() -> nn.Module:
     config = transformers.Qwen3_5Config(
-        text_config={**_QWEN35_TEXT, "intermediate_size": 48}, vision_config=_QWEN3_VISION, **_QWEN_TOKENS
+        text_config={**_QWEN35_TEXT, "intermediate_size": 48}, vision_config=QWEN3_VISION, **QWEN_TOKENS
     )
     return transformers.Qwen3_5ForConditionalGeneration(config)
 
@@ -195,7 +200,7 @@ def _qwen35_moe() -> nn.Module:
     experts = {"num_experts": 4, "num_experts_per_tok": 2}
     experts |= {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
     config = transformers.Qwen3_5MoeConfig(
-        text_config={**_QWEN35_TEXT, **experts}, vision_config=_QWEN3_VISION, **_QWEN_TOKENS
+        text_config={**_QWEN35_TEXT, **experts}, vision_config=QWEN3_VISION, **QWEN_TOKENS
     )
     return transformers.Qwen3_5MoeForConditionalGeneration(config)
 
@@ -208,7 +213,7 @@ def _gemma3() -> nn.Module:
     text["layer_types"] = ["sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3Config(
         text_config=text,
-        vision_config={**_TOWER, "image_size": 16, "patch_size": 4},
+        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
         mm_tokens_per_image=4,
         image_token_index=IMAGE,
         boi_token_index=START,
@@ -220,8 +225,8 @@ def _gemma3() -> nn.Module:
 def _gemma3_images(sizes: Sizes) -> Batch:
     batch = written([[[START, *[IMAGE] * 4, END] for _ in row] for row in sizes])
     batch["token_type_ids"] = (batch["input_ids"] == IMAGE).long()
-    if _flat(sizes):
-        batch["pixel_values"] = _normal(len(_flat(sizes)), 3, 16, 16)
+    if flat(sizes):
+        batch["pixel_values"] = normal(len(flat(sizes)), 3, 16, 16)
     return batch
 
 
@@ -229,7 +234,7 @@ def _gemma4() -> nn.Module:
     text = {**TEXT, "head_dim": 8, "global_head_dim": 16, "sliding_window": 16, "hidden_size_per_layer_input": 8}
     text |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 97}
     text |= {"num_kv_shared_layers": 2, "use_bidirectional_attention": "vision"}
-    vision = {**_TOWER, "head_dim": 8, "num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2}
+    vision = {**TOWER, "head_dim": 8, "num_key_value_heads": 4, "patch_size": 4, "pooling_kernel_size": 2}
     config = transformers.Gemma4Config(
         text_config=text,
         vision_config={**vision, "position_embedding_size": 16},
@@ -248,7 +253,7 @@ _GEMMA4_PATCHES = 24
 
 
 def _gemma4_places(size: int) -> torch.Tensor:
-    _, height, width = _grid(size)
+    _, height, width = grid_of(size)
     places = torch.full((_GEMMA4_PATCHES, 2), -1)
     y, x = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
     places[: height * width] = torch.stack([x.flatten(), y.flatten()], 1)
@@ -259,28 +264,28 @@ def _gemma4_patches(batch: Batch, values: str, positions: str, sizes: list[int])
     batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int() + 2 * (batch["input_ids"] == VIDEO).int()
     if sizes:
         batch[positions] = torch.stack([_gemma4_places(size) for size in sizes])
-        batch[values] = _normal(len(sizes), _GEMMA4_PATCHES, 48).masked_fill(
+        batch[values] = normal(len(sizes), _GEMMA4_PATCHES, 48).masked_fill(
             (batch[positions] < 0).any(-1)[..., None], 0
         )
     return batch
 
 
 def _gemma4_images(sizes: Sizes) -> Batch:
-    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(_grid, row)] for row in sizes]
-    return _gemma4_patches(written(rows), "pixel_values", "image_position_ids", _flat(sizes))
+    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(grid_of, row)] for row in sizes]
+    return _gemma4_patches(written(rows), "pixel_values", "image_position_ids", flat(sizes))
 
 
 def _gemma4_videos(sizes: Sizes) -> Batch:
     def tokens(size: int) -> list[int]:
-        frames, height, width = _grid(size, 2 + size % 2)
+        frames, height, width = grid_of(size, 2 + size % 2)
         return [t for _ in range(frames) for t in (7, START, *[VIDEO] * (height * width // 4), END)]
 
-    frames = [size for size in _flat(sizes) for _ in range(2 + size % 2)]
+    frames = [size for size in flat(sizes) for _ in range(2 + size % 2)]
     batch = _gemma4_patches(
         written([[tokens(size) for size in row] for row in sizes]), "pixel_values_videos", "video_position_ids", frames
     )
     if frames:
-        batch["num_frames_per_video"] = torch.tensor([2 + size % 2 for size in _flat(sizes)])
+        batch["num_frames_per_video"] = torch.tensor([2 + size % 2 for size in flat(sizes)])
     return batch
 
 
@@ -290,14 +295,14 @@ def _gemma4_videos(sizes: Sizes) -> Batch:
 def _mistral3() -> nn.Module:
     config = transformers.Mistral3Config(
         text_config={**TEXT, "head_dim": 8, "model_type": "mistral"},
-        vision_config={**_TOWER, "head_dim": 8, "patch_size": 4, "image_size": 32, "model_type": "pixtral"},
+        vision_config={**TOWER, "head_dim": 8, "patch_size": 4, "image_size": 32, "model_type": "pixtral"},
         image_token_index=IMAGE,
         spatial_merge_size=2,
     )
     return transformers.Mistral3ForConditionalGeneration(config)
 
 
-def _mistral3_images(sizes: Sizes) -> Batch:
+def mistral3_images(sizes: Sizes) -> Batch:
     """The model's code fails for a picture that is alone and takes a single token."""
 
     def grid(size: int) -> tuple[int, int]:
@@ -308,17 +313,17 @@ def _mistral3_images(sizes: Sizes) -> Batch:
         return [token for _ in range(height // 2) for token in (*[IMAGE] * (width // 2), BREAK)]
 
     batch = written([[tokens(size) for size in row] for row in sizes])
-    if _flat(sizes):
-        batch["image_sizes"] = torch.tensor([[4 * h, 4 * w] for h, w in map(grid, _flat(sizes))])
+    if flat(sizes):
+        batch["image_sizes"] = torch.tensor([[4 * h, 4 * w] for h, w in map(grid, flat(sizes))])
         height, width = batch["image_sizes"].amax(0).tolist()
-        batch["pixel_values"] = _normal(len(_flat(sizes)), 3, height, width)
+        batch["pixel_values"] = normal(len(flat(sizes)), 3, height, width)
     return batch
 
 
 def _llava_next() -> nn.Module:
     config = transformers.LlavaNextConfig(
         text_config=transformers.LlamaConfig(**TEXT),
-        vision_config=transformers.CLIPVisionConfig(**_TOWER, image_size=16, patch_size=8),
+        vision_config=transformers.CLIPVisionConfig(**TOWER, image_size=16, patch_size=8),
         image_token_index=IMAGE,
         image_grid_pinpoints=[[16, 32], [32, 16], [32, 32]],
         vision_feature_layer=-1,
@@ -329,17 +334,17 @@ def _llava_next() -> nn.Module:
 _LLAVA_SIZES = ((16, 32), (32, 16), (32, 32))
 
 
-def _llava_next_images(sizes: Sizes) -> Batch:
+def llava_next_images(sizes: Sizes) -> Batch:
     def tokens(size: int) -> list[int]:
         height, width = (side // 8 for side in _LLAVA_SIZES[size % 3])
         return [IMAGE] * (4 + height * (width + 1))
 
     batch = written([[tokens(size) for size in row] for row in sizes])
-    chosen = [_LLAVA_SIZES[size % 3] for size in _flat(sizes)]
+    chosen = [_LLAVA_SIZES[size % 3] for size in flat(sizes)]
     if chosen:
         patches = [1 + h * w // 256 for h, w in chosen]
         batch["image_sizes"] = torch.tensor(chosen)
-        batch["pixel_values"] = _normal(len(chosen), max(patches), 3, 16, 16)
+        batch["pixel_values"] = normal(len(chosen), max(patches), 3, 16, 16)
         for number, used in enumerate(patches):
             batch["pixel_values"][number, used:] = 0
     return batch
@@ -348,7 +353,7 @@ def _llava_next_images(sizes: Sizes) -> Batch:
 def _smolvlm() -> nn.Module:
     config = transformers.SmolVLMConfig(
         text_config={**TEXT, "model_type": "llama"},
-        vision_config={**_TOWER, "image_size": 16, "patch_size": 4},
+        vision_config={**TOWER, "image_size": 16, "patch_size": 4},
         image_token_id=IMAGE,
         scale_factor=2,
         pad_token_id=0,
@@ -356,12 +361,12 @@ def _smolvlm() -> nn.Module:
     return transformers.SmolVLMForConditionalGeneration(config)
 
 
-def _smolvlm_images(sizes: Sizes) -> Batch:
+def smolvlm_images(sizes: Sizes) -> Batch:
     """Each row has places for as many pictures as the row with the most of them."""
     batch = written([[[START, *[IMAGE] * 4, END] for _ in row] for row in sizes])
     most = max(map(len, sizes))
     if most:
-        batch["pixel_values"] = _normal(len(sizes), most, 3, 16, 16)
+        batch["pixel_values"] = normal(len(sizes), most, 3, 16, 16)
         batch["pixel_attention_mask"] = torch.ones(len(sizes), most, 16, 16, dtype=torch.int64)
         for number, row in enumerate(sizes):
             batch["pixel_values"][number, len(row) :] = 0
@@ -378,7 +383,7 @@ def _lfm2_vl() -> nn.Module:
             "block_auto_adjust_ff_dim": False,
             "conv_L_cache": 3,
         },
-        vision_config={**_TOWER, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
+        vision_config={**TOWER, "model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 16},
         image_token_id=IMAGE,
         projector_hidden_size=32,
         downsample_factor=2,
@@ -387,14 +392,14 @@ def _lfm2_vl() -> nn.Module:
 
 
 def _lfm2_images(sizes: Sizes) -> Batch:
-    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(_grid, row)] for row in sizes]
+    rows = [[[START, *[IMAGE] * (h * w // 4), END] for _, h, w in map(grid_of, row)] for row in sizes]
     batch = written(rows)
-    grids = [_grid(size)[1:] for size in _flat(sizes)]
+    grids = [grid_of(size)[1:] for size in flat(sizes)]
     if grids:
         most = 24
         batch["spatial_shapes"] = torch.tensor(grids)
         batch["pixel_attention_mask"] = torch.tensor([[1] * h * w + [0] * (most - h * w) for h, w in grids])
-        batch["pixel_values"] = _normal(len(grids), most, 48) * batch["pixel_attention_mask"][..., None]
+        batch["pixel_values"] = normal(len(grids), most, 48) * batch["pixel_attention_mask"][..., None]
     return batch
 
 
@@ -413,14 +418,14 @@ def _qwen2_audio() -> nn.Module:
 
 
 def _qwen2_audio_sounds(sizes: Sizes) -> Batch:
-    frames = [32 - 8 * (size % 3) for size in _flat(sizes)]
+    frames = [32 - 8 * (size % 3) for size in flat(sizes)]
 
     def tokens(size: int) -> list[int]:
         return [START, *[SOUND] * ((((32 - 8 * (size % 3)) - 1) // 2 + 1 - 2) // 2 + 1), END]
 
     batch = written([[tokens(size) for size in row] for row in sizes])
     if frames:
-        batch["input_features"] = _normal(len(frames), 8, 32)
+        batch["input_features"] = normal(len(frames), 8, 32)
         batch["feature_attention_mask"] = torch.tensor([[1] * used + [0] * (32 - used) for used in frames])
     return batch
 
@@ -450,19 +455,19 @@ def _whisper() -> nn.Module:
 def _whisper_sounds(sizes: Sizes) -> Batch:
     """One sound for each row, as long as its text is uneven."""
     labels = written([[[9] * size for size in row] for row in sizes])["labels"]
-    return {"input_features": _normal(len(sizes), 8, 40), "labels": labels}
+    return {"input_features": normal(len(sizes), 8, 40), "labels": labels}
 
 
 MODELS: dict[str, Multimodal] = {
-    "Qwen2.5-VL": Multimodal(_qwen25_vl, _qwen_images, _seconds, tower="visual"),
-    "Qwen3-VL": Multimodal(_qwen3_vl, _qwen_images, lambda s: _qwen_videos(s, by_frames=True), tower="visual"),
-    "Qwen3.5": Multimodal(_qwen35, _qwen_images, lambda s: _qwen_videos(s, by_frames=True), tower="visual"),
-    "Qwen3.5 MoE": Multimodal(_qwen35_moe, _qwen_images, lambda s: _qwen_videos(s, by_frames=True), tower="visual"),
+    "Qwen2.5-VL": Multimodal(_qwen25_vl, qwen_images, _seconds, tower="visual"),
+    "Qwen3-VL": Multimodal(_qwen3_vl, qwen_images, lambda s: qwen_videos(s, by_frames=True), tower="visual"),
+    "Qwen3.5": Multimodal(_qwen35, qwen_images, lambda s: qwen_videos(s, by_frames=True), tower="visual"),
+    "Qwen3.5 MoE": Multimodal(_qwen35_moe, qwen_images, lambda s: qwen_videos(s, by_frames=True), tower="visual"),
     "Gemma 3": Multimodal(_gemma3, _gemma3_images),
     "Gemma 4": Multimodal(_gemma4, _gemma4_images, _gemma4_videos),
-    "Mistral 3": Multimodal(_mistral3, _mistral3_images),
-    "LLaVA-NeXT": Multimodal(_llava_next, _llava_next_images),
-    "SmolVLM": Multimodal(_smolvlm, _smolvlm_images),
+    "Mistral 3": Multimodal(_mistral3, mistral3_images),
+    "LLaVA-NeXT": Multimodal(_llava_next, llava_next_images),
+    "SmolVLM": Multimodal(_smolvlm, smolvlm_images),
     "LFM2-VL": Multimodal(_lfm2_vl, _lfm2_images),
     "Qwen2-Audio": Multimodal(_qwen2_audio, sounds=_qwen2_audio_sounds, tower="audio"),
     "Whisper": Multimodal(_whisper, sounds=_whisper_sounds, tower="encoder", one_each=True),
@@ -485,7 +490,7 @@ def together(first: Batch, second: Batch) -> Batch:
     """The rows of one batch after those of another, whose pictures are of another kind."""
     length = max(first["input_ids"].shape[1], second["input_ids"].shape[1])
     made = {**first, **second}
-    for name in ("input_ids", "attention_mask", "labels", "mm_token_type_ids"):
+    for name in {"input_ids", "attention_mask", "labels", "mm_token_type_ids"} & first.keys():
         padding = -100 if name == "labels" else 0
         both = [nn.functional.pad(of[name], (0, length - of[name].shape[1]), value=padding) for of in (first, second)]
         made[name] = torch.cat(both)

@@ -12,9 +12,12 @@ import torch
 
 import roundpipe
 from gradients import gradients
+from multimodal_models import MIXED as MIXED
 from multimodal_models import MODELS, Batch, Multimodal, Sizes, build, together
+from multimodal_others import OTHERS
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 
+ALL = {**MODELS, **OTHERS}
 CASES: dict[str, tuple[str, Sizes]] = {
     "text": ("images", [[], [], []]),
     "one picture a row": ("images", [[0], [1], [2]]),
@@ -24,7 +27,6 @@ CASES: dict[str, tuple[str, Sizes]] = {
     "one sound a row": ("sounds", [[0], [1], [2]]),
     "uneven sounds": ("sounds", [[1, 3], [], [2]]),
 }
-MIXED = "pictures and videos"
 TRAINED = ("all", "adapters")
 LARGEST = 1e-5  # difference of a gradient over several microbatches, as a part of the largest gradient
 
@@ -37,7 +39,8 @@ def cases_of(model: Multimodal) -> list[str]:
     if model.videos is not None:
         taken.append(MIXED)
     # Without a decoder of its own, text is the whole of it; with one, each row has one sound.
-    return [case for case in taken if not model.one_each or case == "one sound a row"]
+    taken = [case for case in taken if not model.one_each or case == "one sound a row"]
+    return [case for case in taken if case not in model.without]
 
 
 def batch_of(model: Multimodal, case: str) -> Batch:
@@ -56,7 +59,7 @@ def prepared(model: Multimodal, trained: str) -> Any:
     made = build(model)
     if trained == "all":
         return made
-    names = f"(?!.*{model.tower}).*\\.(q_proj|v_proj|down_proj|w2)"
+    names = f"(?!.*{model.tower}).*\\.(q_proj|v_proj|down_proj|w2|query_key_value|qkv_proj)"
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=names, init_lora_weights=False)
     torch.manual_seed(3)
     return peft.get_peft_model(made, config).train()
@@ -72,12 +75,14 @@ class Trial:
         where: the name of that parameter.
         recomputed: whether the plain model recomputed its layers: torch's own checkpointing gives some layers other
             bits (a convolution over tokens in Qwen3.5).
+        warned: the warning that several microbatches compute something else, if there was one.
     """
 
     loss: float
     gradient: float
     where: str
     recomputed: bool = False
+    warned: str | None = None
 
     def holds(self, microbatches: int) -> bool:
         """Whether it has the same bits, or over several microbatches is close."""
@@ -89,12 +94,13 @@ def trial(model: Any, batch: Batch, microbatches: int, devices: int) -> Trial:
     """One forward and backward of a model on virtual devices, and of a copy outside."""
     roundpipe.devices(f"virtual:{devices},debug")
     before = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
         wrapped = wrap_model_to_roundpipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=microbatches))
+    warned = next((str(each.message) for each in noted if "set num_microbatch=1" in str(each.message)), None)
     loss = float(wrapped.forward_backward(input_kwargs=batch))
     wrapped.synchronize()
-    found = _beside(copy.deepcopy(before), batch, loss, gradients(model))
+    found = replace(_beside(copy.deepcopy(before), batch, loss, gradients(model)), warned=warned)
     if microbatches > 1 or found.gradient == 0 or not before.supports_gradient_checkpointing:
         return found
     before.gradient_checkpointing_enable()
@@ -116,6 +122,6 @@ def _beside(plain: Any, batch: Batch, loss: float, mine: dict[str, torch.Tensor]
 
 
 def tried(name: str, case: str, trained: str, microbatches: int, devices: int) -> Trial:
-    """A step of one of `MODELS`."""
-    model = MODELS[name]
+    """A step of one of `ALL`."""
+    model = ALL[name]
     return trial(prepared(model, trained), batch_of(model, case), microbatches, devices)
