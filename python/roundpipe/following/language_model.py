@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,11 +183,9 @@ class LanguageModel:
 
     def _watched(self, followed: FollowedModel, inner: PreTrainedModel) -> tuple[dict[str, Any], Any]:
         """A small batch that the model accepts, and the model's outputs for it."""
-        if self.is_causal:
-            batch = sample_batch(inner) | followed.forced
-            return batch, watch(followed, batch)
         reason: Exception | None = None
-        for inputs in sample_batches(inner):
+        # Some causal language models do not take text alone.
+        for inputs in itertools.chain([sample_batch(inner)] if self.is_causal else (), sample_batches(inner)):
             batch = inputs | followed.forced
             try:
                 return batch, watch(followed, batch)

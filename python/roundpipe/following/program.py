@@ -60,6 +60,12 @@ class Tree:
             if isinstance(leaf, Ref):
                 return values[leaf.number]
             if isinstance(leaf, ParameterRef):
+                if leaf.name not in parameters:
+                    raise CannotFollow(
+                        f"its forward uses '{leaf.name}' between its layers, which it did not when it was wrapped, as "
+                        "in a layer that is called only with pictures; use_sequential_preset=False wraps it part by "
+                        "part"
+                    )
                 return parameters[leaf.name]
             if isinstance(leaf, SharedRef):
                 return (shared or {})[leaf.number]

@@ -70,7 +70,9 @@ def warn_single_layer(model: nn.Module) -> None:
 
 def warn_batch_norm(name: str, parts: Iterable[nn.Module]) -> None:
     """Warns if a module that runs several microbatches normalises over the batch's rows."""
-    norms = (m for part in parts for m in part.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+    # A part of a followed model has its code, such as that of a tower, but not its modules.
+    inside = (m for part in parts for each in part.modules() for m in (each, *getattr(each, "followed_modules", ())))
+    norms = (m for m in inside if isinstance(m, nn.modules.batchnorm._BatchNorm))
     kind = min((type(norm).__name__ for norm in norms), default=None)
     if kind is not None:
         warnings.warn(

@@ -96,6 +96,11 @@ def _cut_at(tower: PreTrainedModel, layers: list[nn.Module], samples: list[dict[
     expected = watch(followed, samples[0])
     if followed.order != list(range(len(followed.layers))):
         raise CannotFollow("its layers are not called one after the other")
+    # The model may ask its tower for hidden states, whose shapes are then part of what the tower will return.
+    asked = FollowedModel(tower, tower, layers, names, {})
+    with suppress(*_FAILURES):
+        watch(asked, {**samples[0], "output_hidden_states": True})
+        followed.collected = asked.collected
     uses = Uses(followed, samples[0])
     if uses.ends.drawn is not None:
         raise CannotFollow("its end reads random numbers")

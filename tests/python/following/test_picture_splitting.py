@@ -146,3 +146,20 @@ def test_pictures_beside_embedded_text_are_refused() -> None:
     assert split is not None and split((), named, 1) == ([()], [named])
     with pytest.raises(ValueError, match=r"'second_per_grid_ts' cannot be told apart by rows without input_ids"):
         split((), named, 3)
+
+
+def test_frames_of_a_video_may_have_the_token_of_pictures() -> None:
+    """As many videos as rows: the name tells that the table is not one of rows."""
+    tokens = ids([1, *I * 8, 1, *I * 4], [1], [1, *I * 4, 1])
+    grid = torch.tensor([[2, 4, 4], [1, 4, 4], [1, 4, 4]])
+    parts = cut(tokens, video_grid_thw=grid, pixel_values_videos=numbered(64, 3))
+    assert [len(part.get("video_grid_thw", ())) for part in parts] == [2, 0, 1]
+    assert [len(part.get("pixel_values_videos", ())) for part in parts] == [48, 0, 16]
+
+
+def test_tokens_in_the_config_of_a_tower() -> None:
+    tower = SimpleNamespace(image_token_id=IMAGE, pad_token_id=0)
+    named = {"input_ids": ids([1, *J, 1, *J], [1], [1, *J]), "image_pixels": numbered(3, 3, 8, 8)}
+    split = picture_splitting(SimpleNamespace(vision_config=tower), named, lambda args, kwargs: kwargs)
+    assert split is not None
+    assert entries(split((), named, 3)[1], "image_pixels") == [[1, 2], None, [3]]

@@ -73,15 +73,23 @@ def kind_told(name: str) -> str | None:
     return next((kind for kind, words in _WORDS.items() if any(word in name for word in words)), None)
 
 
+def kinds_told(kinds: Sequence[Kind], name: str) -> list[Kind]:
+    """The kinds of a batch that an argument is about by its name. In a batch without tokens of videos, those of
+    pictures stand for their frames, as in GLM-4.1V."""
+    told = [kind for kind in kinds if kind.is_in(name)]
+    return told or [kind for kind in kinds if kind.stem == "image" and kind_told(name) == "video"]
+
+
 def kinds_in(config: Any, ids: torch.Tensor) -> list[Kind]:
     """The kinds of pictures that a batch has tokens of."""
-    names = dict.fromkeys([*vars(config), *getattr(config, "attribute_map", {})])
     found: dict[str, int] = {}
-    for name in names:
-        match = _TOKEN.match(name)
-        token = getattr(config, name, None)
-        if match is not None and match[1] not in _SPECIAL and isinstance(token, int):
-            found.setdefault(match[1], token)
+    # Some models keep the token of their pictures in the config of the tower.
+    for each in (config, getattr(config, "vision_config", None), getattr(config, "audio_config", None)):
+        for name in dict.fromkeys([*vars(each), *getattr(each, "attribute_map", {})]) if each is not None else ():
+            match = _TOKEN.match(name)
+            token = getattr(each, name, None)
+            if match is not None and match[1] not in _SPECIAL and isinstance(token, int):
+                found.setdefault(match[1], token)
     kinds = []
     for stem, token in found.items():
         marks = ids == token

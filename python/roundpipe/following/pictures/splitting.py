@@ -13,7 +13,15 @@ import numpy as np
 import torch
 
 from roundpipe.data.labels import names_label
-from roundpipe.following.pictures.levels import Kind, Level, kind_told, kinds_in, levels_of, pictures_in_rows
+from roundpipe.following.pictures.levels import (
+    Kind,
+    Level,
+    kind_told,
+    kinds_in,
+    kinds_told,
+    levels_of,
+    pictures_in_rows,
+)
 
 Confirm = Callable[[str, list[tuple[int, dict[str, Any]]], dict[str, Any]], None]
 """Is given what was cut, in words, some rows' arguments alone, each with the row's place, and those of these rows
@@ -113,7 +121,7 @@ def _about_pictures(config: Any, arguments: Mapping[str, Any], ids: torch.Tensor
         name: value
         for name, value in arguments.items()
         if kinds and _is_counted(value) and not names_label(name) and name not in _OF_ROWS and not hasattr(config, name)
-        if _dim_of_rows(value, ids) is None or any(kind.is_in(name) for kind in kinds)
+        if _dim_of_rows(value, ids) is None or kinds_told(kinds, name)
     }
 
 
@@ -159,12 +167,11 @@ class _Cut:
 
     def _possible(self, name: str) -> list[Kind]:
         """The kinds of pictures that an argument may be about: by its name, if that tells."""
-        told = next((kind for kind in self._kinds if kind.is_in(name)), None)
-        return self._kinds if told is None else [told]
+        return kinds_told(self._kinds, name)[:1] or self._kinds
 
     def _is_told(self, name: str, value: Any) -> bool:
         """Whether the name of an argument says that its entries are pictures of which the batch has so many."""
-        told = [kind for kind in self._kinds if kind.is_in(name)] if name not in _OF_ROWS else []
+        told = kinds_told(self._kinds, name) if name not in _OF_ROWS else []
         return any(sum(level.counts) == len(value) for kind in told for level in self._levels[kind.stem])
 
     def _pieces(self, name: str, value: Any, bounds: list[tuple[int, int]]) -> list[Any]:
@@ -184,7 +191,7 @@ class _Cut:
         else:
             levels = self._fitting(name, value)
         is_one = isinstance(value, torch.Tensor) and value.shape[0] == 1 and not names_label(name)
-        if is_one and not levels and not any(kind.is_in(name) for kind in self._kinds):
+        if is_one and not levels and not kinds_told(self._kinds, name):
             return everywhere
         cuts = {tuple(sum(level.counts[start:end]) for start, end in bounds): level for level in levels}
         if len(cuts) != 1:
@@ -202,14 +209,14 @@ class _Cut:
             if held is not None:
                 return [Level("rows", (1,) * rows, per_row=held)]
         found = [level for kind in kinds for level in self._levels[kind.stem] if sum(level.counts) == len(value)]
-        told = any(kind.is_in(name) for kind in kinds)
+        told = kinds_told(kinds, name)
         if len(value) == rows and not (told and found):
             found.append(Level("rows", (1,) * rows, per_row=None if not told else (1,) * rows))
         return found
 
     def _refuse(self, name: str, value: Any, several: bool) -> None:
         rows = len(self._ids)
-        kind = next((kind for kind in self._kinds if kind.is_in(name)), None)
+        kind = next(iter(kinds_told(self._kinds, name)), None)
         if kind is not None and not several and not self._levels[kind.stem]:
             raise ValueError(
                 f"[forward] the pictures of '{name}' cannot be told apart by rows: it has {len(value)} entries, and "
