@@ -138,8 +138,9 @@ class _Trial:
         """What is found about calls of the form of these arguments; None if nothing."""
         whole, parts = self._losses(changed)
         if whole is None and self._ignores(changed):
-            # Classes may not be ignored.
-            changed = {**changed, **self._labels}
+            # Classes may not be ignored. Other values stay: if these are what fails, nothing is found.
+            counted = {n: torch.where(changed[n] == IGNORED, value, changed[n]) for n, value in self._labels.items()}
+            changed = {**changed, **counted}
             whole, parts = self._losses(changed)
         if whole is None or None in parts:
             return None

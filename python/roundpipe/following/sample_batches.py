@@ -42,6 +42,19 @@ def sample_batches(model: nn.Module) -> Iterator[Batch]:
     yield inputs
 
 
+def vocabulary_of(model: nn.Module) -> int:
+    """The number of tokens that a model has a vector for, and a logit if it has a head for tokens: some models have
+    vectors for further tokens, which are no labels.
+
+    Raises:
+        NotImplementedError: it has no tokens, as far as it says; or AttributeError.
+    """
+    like: Any = model  # its accessors have no types
+    embedding, head = like.get_input_embeddings(), like.get_output_embeddings()
+    vectors = int(embedding.weight.shape[0])  # peft's embeddings have no num_embeddings
+    return min(vectors, int(head.weight.shape[0])) if isinstance(head, nn.Linear) else vectors
+
+
 class _Maker:
     """Makes the contents of a batch, with lengths that differ from all sizes of the model."""
 
@@ -73,7 +86,7 @@ class _Maker:
 
     def _vocabulary(self) -> int:
         try:
-            return int(self._model.get_input_embeddings().weight.shape[0])
+            return vocabulary_of(self._model)
         except (AttributeError, NotImplementedError):
             return int(getattr(self._config.get_text_config(), "vocab_size", 2))
 

@@ -17,6 +17,7 @@ from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.parts import After, Before, Ends, OwnLayer, RecordingRun, buffers_around
 from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
 from roundpipe.following.program import holds_tensors
+from roundpipe.following.sample_batches import vocabulary_of
 from roundpipe.following.skeleton import FollowedModel, Skeleton
 from roundpipe.following.towers import towers_of
 from roundpipe.ops.token_wise import Candidates
@@ -155,9 +156,8 @@ def sample_batch(model: nn.Module) -> dict[str, Any]:
     rows, tokens = next(
         ((r, t) for t in _TOKEN_CHOICES for r in _ROW_CHOICES if r != t and not {r, t, r * t} & sizes), (3, 7)
     )
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
     generator = torch.Generator().manual_seed(0)
-    vocabulary = int(embedding.weight.shape[0])  # peft's embeddings have no num_embeddings
+    vocabulary = vocabulary_of(model)
     ids = torch.randint(min(1, vocabulary - 1), vocabulary, (rows, tokens), generator=generator)
     return {"input_ids": ids, "labels": ids.clone()}
 

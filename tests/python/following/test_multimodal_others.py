@@ -19,6 +19,7 @@ from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
         ("Phi-4 multimodal", "uneven sounds", 3),  # whose tokens are in the configs of its towers
         ("Video-LLaVA", MIXED, 1),  # whose code reads hidden states of one tower before it calls the other
         ("BLIP-2", "one picture a row", 1),  # which takes no text alone
+        ("Llama 3.2 Vision", "text", 3),  # which has vectors for tokens that are no labels
     ],
 )
 def test_holds(name: str, case: str, microbatches: int, one_torch_thread: None) -> None:
