@@ -71,9 +71,11 @@ def _parts_of(tower: PreTrainedModel) -> list[Any] | None:
 
 
 def _lists(tower: nn.Module) -> list[nn.ModuleList]:
-    """The lists of modules in a tower, the longest one first."""
+    """The lists of modules of one class in a tower, the longest one first, and of these the largest one. Others are not
+    its layers, such as the linear layers and activations of what merges its features."""
     lists = [module for module in tower.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    return sorted(lists, key=len, reverse=True)
+    lists = [each for each in lists if len(set(map(type, each))) == 1]
+    return sorted(lists, key=lambda each: (-len(each), -sum(parameter.numel() for parameter in each.parameters())))
 
 
 def likely_layers(module: nn.Module) -> list[nn.Module]:

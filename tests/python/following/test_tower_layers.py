@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import nn
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3Model, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipEncoder
 
 import roundpipe
 from multimodal_models import MODELS
-from multimodal_trials import MIXED, batch_of, prepared, trial, tried
+from multimodal_trials import ALL, MIXED, batch_of, prepared, trial, tried
 from roundpipe import RoundPipeRunConfig, wrap_model_to_roundpipe
 from roundpipe.following import tower_layers
 from roundpipe.following.parts import OwnLayer
@@ -42,13 +43,14 @@ def _layers_of_tower(model: nn.Module) -> list[nn.Module]:
     return [part.layer.layer for part in chain if isinstance(part, TowerLayer)]
 
 
-@pytest.mark.parametrize("name", TOWERS)
+@pytest.mark.parametrize("name", [*TOWERS, "Qwen3-Omni"])
 def test_each_layer_of_a_tower_is_a_layer_of_the_pipeline(name: str, two_devices: None) -> None:
-    model = prepared(MODELS[name], "all")
+    model = prepared(ALL[name], "all")
     found = _layers_of_tower(model)
-    tower = _tower(model)
-    lists = [list(each) for each in tower.modules() if isinstance(each, nn.ModuleList)]
+    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
     assert len(found) > 1 and found in lists
+    # Not, say, the linear layers and activations of what merges its features.
+    assert len({type(layer) for layer in found}) == 1 and isinstance(found[0], GradientCheckpointingLayer)
 
 
 @pytest.mark.parametrize("name", TOWERS)
