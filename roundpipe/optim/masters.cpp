@@ -6,20 +6,9 @@
 #include <ATen/ops/bitwise_right_shift.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mixed.h>
 
 namespace roundpipe::optim {
-
-namespace {
-
-// splitmix64 (Steele et al. 2014): every input bit changes every output bit with a probability close to one half.
-uint64_t mixed(uint64_t value) {
-  value += 0x9E3779B97F4A7C15U;
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9U;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBU;
-  return value ^ (value >> 31);
-}
-
-}  // namespace
 
 std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights, MasterFormat format) {
   if (weights == at::kBFloat16) return format == MasterFormat::k24Bit ? at::kChar : at::kShort;

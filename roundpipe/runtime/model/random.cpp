@@ -10,6 +10,7 @@
 #include <ATen/core/Generator.h>
 
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/mixed.h>
 
 namespace roundpipe::runtime {
 
@@ -56,30 +57,18 @@ class BorrowedGenerator {
   const at::Tensor before_;
 };
 
-namespace {
-
-uint64_t mix(uint64_t value) {
-  // The finaliser of splitmix64 (Steele, Lea, Flood 2014).
-  value += 0x9E3779B97F4A7C15ULL;
-  value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9ULL;
-  value = (value ^ (value >> 27)) * 0x94D049BB133111EBULL;
-  return value ^ (value >> 31);
-}
-
-}  // namespace
-
 uint64_t layer_seed(uint64_t base_seed, std::string_view model_name, uint64_t call, int microbatch, int layer) {
-  uint64_t seed = mix(base_seed);
+  uint64_t seed = mixed(base_seed);
   uint64_t name_hash = 0xCBF29CE484222325ULL;  // FNV-1a
   for (const char c : model_name) name_hash = (name_hash ^ static_cast<unsigned char>(c)) * 0x100000001B3ULL;
-  seed = mix(seed ^ name_hash);
-  seed = mix(seed ^ call);
-  seed = mix(seed ^ static_cast<uint64_t>(microbatch));
-  seed = mix(seed ^ static_cast<uint64_t>(layer));
+  seed = mixed(seed ^ name_hash);
+  seed = mixed(seed ^ call);
+  seed = mixed(seed ^ static_cast<uint64_t>(microbatch));
+  seed = mixed(seed ^ static_cast<uint64_t>(layer));
   return seed >> 1;  // fits torch.manual_seed's signed 64 bits
 }
 
-uint64_t backward_seed(uint64_t forward_seed) { return mix(forward_seed) >> 1; }
+uint64_t backward_seed(uint64_t forward_seed) { return mixed(forward_seed) >> 1; }
 
 void run_seeded(OwnGenerators& own, SharedDraws& draws, uint64_t seed, c10::Device device,
                 const std::function<void()>& body, const std::function<void()>& before_lock) {
