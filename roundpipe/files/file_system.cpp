@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -56,11 +57,12 @@ const char* advice(int error) {
   }
 }
 
+// `of`: whose files they are, see FileSystem::of().
 template <typename... Parts>
-[[noreturn]] void fail(const Parts&... what) {
+[[noreturn]] void fail(const std::string& of, const Parts&... what) {
   const int error = errno;
   const std::string text =
-      concat("[checkpoint] cannot ", what..., ": ", std::generic_category().message(error), "; ", advice(error));
+      concat("[", of, "] cannot ", what..., ": ", std::generic_category().message(error), "; ", advice(error));
   if (error == EMFILE || error == ENFILE || error == ENOMEM) throw ProcessLimit(text);
   throw Error(text);
 }
@@ -117,6 +119,12 @@ FileSystem& FileSystem::real() {
   return instance;
 }
 
+FileSystem& FileSystem::of_disk_tier() {
+  // Never destroyed: a process may end while threads write.
+  static auto* const instance = new FileSystem("disk");
+  return *instance;
+}
+
 bool FileSystem::allowed(Call call, const std::string& path, int64_t* bytes) {
   int64_t none = 0;
   const int error = before(call, path, bytes == nullptr ? none : *bytes);
@@ -127,7 +135,7 @@ bool FileSystem::allowed(Call call, const std::string& path, int64_t* bytes) {
 File FileSystem::open(const std::string& path, int flags, const char* purpose) {
   const int descriptor =
       again([&] { return allowed(Call::kOpen, path) ? ::open(path.c_str(), flags | O_CLOEXEC, 0666) : -1; });
-  if (descriptor == -1) fail(purpose, " ", path);
+  if (descriptor == -1) fail(of_, purpose, " ", path);
   return {*this, descriptor, path};
 }
 
@@ -139,7 +147,29 @@ std::optional<File> FileSystem::open_direct(const std::string& path) {
   });
   if (descriptor != -1) return File(*this, descriptor, path);
   if (errno == EINVAL || errno == EOPNOTSUPP) return {};
-  fail("open ", path);
+  fail(of_, "open ", path);
+}
+
+FileSystem::Nameless FileSystem::create_nameless(const std::string& folder) {
+  static std::atomic<uint64_t> next{0};
+  std::string path;
+  int descriptor = -1;
+  do {
+    path = join(folder, concat(".roundpipe-scratch-", ::getpid(), "-", next++));
+    descriptor = again([&] {
+      return allowed(Call::kOpen, path) ? ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600) : -1;
+    });
+  } while (descriptor == -1 && errno == EEXIST);  // of a process that was killed before it could remove the name
+  if (descriptor == -1) fail(of_, "make a scratch file in ", folder);
+  Nameless made{File(*this, descriptor, concat("the scratch file in ", folder)), std::nullopt};
+  const int direct =
+      again([&] { return allowed(Call::kOpen, path) ? ::open(path.c_str(), O_RDWR | O_DIRECT | O_CLOEXEC) : -1; });
+  const int refused = errno;
+  if (direct != -1) made.direct.emplace(File(*this, direct, made.file.path()));
+  remove_file(path);
+  errno = refused;
+  if (direct == -1 && errno != EINVAL && errno != EOPNOTSUPP) fail(of_, "open ", made.file.path());
+  return made;
 }
 
 File FileSystem::open_to_update(const std::string& path) {
@@ -149,9 +179,9 @@ File FileSystem::open_to_update(const std::string& path) {
 File FileSystem::open_to_read(const std::string& path) {
   File file = open(path, O_RDONLY | O_NONBLOCK, "open");  // O_NONBLOCK: a pipe would wait for its writer
   struct stat status{};
-  if (!allowed(Call::kStatus, path) || ::fstat(file.descriptor_, &status) == -1) fail("look at ", path);
+  if (!allowed(Call::kStatus, path) || ::fstat(file.descriptor_, &status) == -1) fail(of_, "look at ", path);
   if (!S_ISREG(status.st_mode)) {
-    throw Error(concat("[checkpoint] cannot read ", path, ": it is not a regular file; check the path"));
+    throw Error(concat("[", of_, "] cannot read ", path, ": it is not a regular file; check the path"));
   }
   return file;
 }
@@ -160,7 +190,7 @@ Entry FileSystem::look(const std::string& path) {
   struct stat status{};
   if (!allowed(Call::kStatus, path) || ::lstat(path.c_str(), &status) == -1) {
     if (errno == ENOENT || errno == ENOTDIR) return {};
-    fail("look at ", path);
+    fail(of_, "look at ", path);
   }
   if (S_ISREG(status.st_mode)) return {EntryKind::kFile, static_cast<int64_t>(status.st_size)};
   if (S_ISDIR(status.st_mode)) return {EntryKind::kFolder};
@@ -170,7 +200,7 @@ Entry FileSystem::look(const std::string& path) {
 std::vector<std::string> FileSystem::list(const std::string& folder) {
   const std::unique_ptr<DIR, int (*)(DIR*)> opened(allowed(Call::kList, folder) ? ::opendir(folder.c_str()) : nullptr,
                                                    ::closedir);
-  if (!opened) fail("list ", folder);
+  if (!opened) fail(of_, "list ", folder);
   std::vector<std::string> names;
   while (true) {
     errno = 0;
@@ -179,7 +209,7 @@ std::vector<std::string> FileSystem::list(const std::string& folder) {
     const std::string_view name = entry->d_name;
     if (name != "." && name != "..") names.emplace_back(name);
   }
-  if (errno != 0) fail("list ", folder);
+  if (errno != 0) fail(of_, "list ", folder);
   std::sort(names.begin(), names.end());
   return names;
 }
@@ -187,7 +217,7 @@ std::vector<std::string> FileSystem::list(const std::string& folder) {
 int64_t FileSystem::free_bytes(const std::string& folder) {
   struct statvfs status{};
   if (!allowed(Call::kFreeSpace, folder) || again([&] { return ::statvfs(folder.c_str(), &status); }) == -1) {
-    fail("ask for the free space of ", folder);
+    fail(of_, "ask for the free space of ", folder);
   }
   const auto most = static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
   const uint64_t blocks = status.f_bavail;
@@ -199,7 +229,7 @@ std::string FileSystem::read_small(const std::string& path, int64_t most_bytes) 
   File file = open_to_read(path);
   const int64_t bytes = file.size();
   if (bytes > most_bytes) {
-    throw Error(concat("[checkpoint] ", path, " has ", format_bytes(bytes), ", expected at most ",
+    throw Error(concat("[", of_, "] ", path, " has ", format_bytes(bytes), ", expected at most ",
                        format_bytes(most_bytes), "; it is damaged, or no file of a checkpoint"));
   }
   std::string contents(static_cast<std::size_t>(bytes), '\0');
@@ -208,7 +238,7 @@ std::string FileSystem::read_small(const std::string& path, int64_t most_bytes) 
 }
 
 void FileSystem::make_folder(const std::string& path) {
-  if (!allowed(Call::kMakeFolder, path) || ::mkdir(path.c_str(), 0777) == -1) fail("make the folder ", path);
+  if (!allowed(Call::kMakeFolder, path) || ::mkdir(path.c_str(), 0777) == -1) fail(of_, "make the folder ", path);
 }
 
 void FileSystem::make_folders(const std::string& path) {
@@ -221,7 +251,7 @@ void FileSystem::make_folders(const std::string& path) {
 }
 
 void FileSystem::rename(const std::string& from, const std::string& to) {
-  if (!allowed(Call::kRename, from) || ::rename(from.c_str(), to.c_str()) == -1) fail("rename ", from, " to ", to);
+  if (!allowed(Call::kRename, from) || ::rename(from.c_str(), to.c_str()) == -1) fail(of_, "rename ", from, " to ", to);
 }
 
 bool FileSystem::exchange(const std::string& one, const std::string& other) {
@@ -231,7 +261,7 @@ bool FileSystem::exchange(const std::string& one, const std::string& other) {
     return true;
   }
   if (errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP) return false;
-  fail("exchange ", one, " and ", other);
+  fail(of_, "exchange ", one, " and ", other);
 }
 
 void FileSystem::sync_folder(const std::string& path) {
@@ -240,7 +270,7 @@ void FileSystem::sync_folder(const std::string& path) {
 }
 
 void FileSystem::remove_file(const std::string& path) {
-  if (!allowed(Call::kRemove, path) || ::unlink(path.c_str()) == -1) fail("remove ", path);
+  if (!allowed(Call::kRemove, path) || ::unlink(path.c_str()) == -1) fail(of_, "remove ", path);
 }
 
 void FileSystem::remove_tree(const std::string& path) {
@@ -248,7 +278,7 @@ void FileSystem::remove_tree(const std::string& path) {
   if (kind == EntryKind::kNothing) return;
   if (kind != EntryKind::kFolder) return remove_file(path);
   for (const std::string& name : list(path)) remove_tree(join(path, name));
-  if (!allowed(Call::kRemove, path) || ::rmdir(path.c_str()) == -1) fail("remove the folder ", path);
+  if (!allowed(Call::kRemove, path) || ::rmdir(path.c_str()) == -1) fail(of_, "remove the folder ", path);
 }
 
 bool FileSystem::try_lock(File& file) {
@@ -259,7 +289,7 @@ bool FileSystem::try_lock(File& file) {
     return true;
   }
   if (errno == EWOULDBLOCK) return false;
-  fail("lock ", file.path_);
+  fail(of_, "lock ", file.path_);
 }
 
 File::File(File&& other) noexcept
@@ -282,7 +312,8 @@ void File::end() noexcept {
 
 int64_t File::size() {
   struct stat status{};
-  if (!files_->allowed(Call::kStatus, path_) || ::fstat(descriptor_, &status) == -1) fail("look at ", path_);
+  if (!files_->allowed(Call::kStatus, path_) || ::fstat(descriptor_, &status) == -1)
+    fail(files_->of(), "look at ", path_);
   return static_cast<int64_t>(status.st_size);
 }
 
@@ -295,7 +326,7 @@ void File::write(int64_t offset, const void* data, int64_t bytes) {
       return ::pwrite(descriptor_, from, static_cast<std::size_t>(part), static_cast<off_t>(offset));
     });
     if (written == 0) errno = ENOSPC;  // no system says so; an endless loop would be worse
-    if (written <= 0) fail("write ", format_bytes(bytes), " at ", offset, " of ", path_);
+    if (written <= 0) fail(files_->of(), "write ", format_bytes(bytes), " at ", offset, " of ", path_);
     from += written;
     offset += written;
     bytes -= written;
@@ -313,11 +344,32 @@ int64_t File::write_direct(int64_t offset, const void* data, int64_t bytes) {
       return ::pwrite(descriptor_, from + done, static_cast<std::size_t>(part), static_cast<off_t>(offset + done));
     });
     if (written == -1 && (errno == EINVAL || errno == EOPNOTSUPP)) break;
-    if (written == -1) fail("write ", format_bytes(bytes - done), " at ", offset + done, " of ", path_);
+    if (written == -1) fail(files_->of(), "write ", format_bytes(bytes - done), " at ", offset + done, " of ", path_);
     done += written - written % kDirect_bytes;
     if (written == 0 || written % kDirect_bytes != 0) break;
   }
   return done;
+}
+
+int64_t File::read_direct(int64_t offset, void* data, int64_t bytes) {
+  auto* to = static_cast<char*>(data);
+  int64_t done = 0;
+  while (done < bytes) {
+    int64_t part = std::min(bytes - done, kMostAtOnce_bytes);
+    const ssize_t got = again([&]() -> ssize_t {
+      if (!files_->allowed(Call::kRead, path_, &part)) return -1;
+      return ::pread(descriptor_, to + done, static_cast<std::size_t>(part), static_cast<off_t>(offset + done));
+    });
+    if (got == -1 && (errno == EINVAL || errno == EOPNOTSUPP)) break;
+    if (got == -1) fail(files_->of(), "read ", format_bytes(bytes - done), " at ", offset + done, " of ", path_);
+    done += got - got % kDirect_bytes;
+    if (got == 0 || got % kDirect_bytes != 0) break;
+  }
+  return done;
+}
+
+void File::forget(int64_t offset, int64_t bytes) noexcept {
+  ::posix_fadvise(descriptor_, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_DONTNEED);
 }
 
 void File::reserve(int64_t bytes) {
@@ -326,7 +378,7 @@ void File::reserve(int64_t bytes) {
     return files_->allowed(Call::kReserve, path_) ? ::fallocate(descriptor_, 0, 0, static_cast<off_t>(bytes)) : -1;
   };
   if (again(call) == -1 && errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) {
-    fail("set ", format_bytes(bytes), " aside for ", path_);
+    fail(files_->of(), "set ", format_bytes(bytes), " aside for ", path_);
   }
 }
 
@@ -338,9 +390,9 @@ void File::read(int64_t offset, void* data, int64_t bytes) {
       if (!files_->allowed(Call::kRead, path_, &part)) return -1;
       return ::pread(descriptor_, to, static_cast<std::size_t>(part), static_cast<off_t>(offset));
     });
-    if (got == -1) fail("read ", format_bytes(bytes), " at ", offset, " of ", path_);
+    if (got == -1) fail(files_->of(), "read ", format_bytes(bytes), " at ", offset, " of ", path_);
     if (got == 0) {
-      throw Error(concat("[checkpoint] ", path_, " ends at byte ", offset, ", expected ", bytes,
+      throw Error(concat("[", files_->of(), "] ", path_, " ends at byte ", offset, ", expected ", bytes,
                          " bytes more; it was cut off, or is being written"));
     }
     to += got;
@@ -353,13 +405,13 @@ void File::truncate(int64_t bytes) {
   const auto cut = [&] {
     return files_->allowed(Call::kTruncate, path_) ? ::ftruncate(descriptor_, static_cast<off_t>(bytes)) : -1;
   };
-  if (again(cut) == -1) fail("set the length of ", path_, " to ", format_bytes(bytes));
+  if (again(cut) == -1) fail(files_->of(), "set the length of ", path_, " to ", format_bytes(bytes));
 }
 
 void File::sync() {
   // Not repeated after another failure: the second fsync would say that all is well.
   if (again([&] { return files_->allowed(Call::kSync, path_) ? ::fsync(descriptor_) : -1; }) == -1) {
-    fail("sync ", path_);
+    fail(files_->of(), "sync ", path_);
   }
 }
 
@@ -370,7 +422,7 @@ void File::close() {
   const int error = errno;
   const bool closed = ::close(descriptor) == 0 || errno == EINTR;
   if (!allowed) errno = error;
-  if (!allowed || !closed) fail("close ", path_);
+  if (!allowed || !closed) fail(files_->of(), "close ", path_);
 }
 
 std::string join(std::string_view folder, std::string_view name) {

@@ -4,6 +4,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/core/error.h>
@@ -52,9 +53,14 @@ class File;
 // Thread safety: any thread.
 class FileSystem {
  public:
+  // `of`: what the files are of, which every message begins with.
+  explicit FileSystem(std::string of = "checkpoint") : of_(std::move(of)) {}
   virtual ~FileSystem() = default;
   // The one that is used where none is given.
   static FileSystem& real();
+  // The same for what memory has no room for, see storage::DiskTier.
+  static FileSystem& of_disk_tier();
+  const std::string& of() const { return of_; }
 
   // A new file, to write. Fails if anything is there.
   File create(const std::string& path);
@@ -62,6 +68,11 @@ class FileSystem {
   File open_to_read(const std::string& path);
   // An existing file, to write past the system's cache with File::write_direct. Nothing where the disk's format cannot.
   std::optional<File> open_direct(const std::string& path);
+  // A new file in `folder`, to read and write, that has no name any more: it is gone when it is closed, or with the
+  // process, whatever ends that. `direct`: the same file, past the system's cache; nothing where the disk's format
+  // cannot. Messages say which folder it is in.
+  struct Nameless;
+  Nameless create_nameless(const std::string& folder);
   // A file to read and write, made if it is not there.
   File open_to_update(const std::string& path);
 
@@ -97,6 +108,7 @@ class FileSystem {
 
  private:
   friend class File;
+  const std::string of_;
   // Whether `call` may be made; sets errno.
   bool allowed(Call call, const std::string& path, int64_t* bytes = nullptr);
   // Opens with `flags`, and close-on-exec.
@@ -119,6 +131,10 @@ class File {
   // The same past the system's cache, of a file from open_direct: `offset`, `data` and `bytes` are multiples of
   // kDirect_bytes. Returns how many bytes were written, a multiple too; fewer where the disk refuses this way.
   int64_t write_direct(int64_t offset, const void* data, int64_t bytes);
+  // The same, reading.
+  int64_t read_direct(int64_t offset, void* data, int64_t bytes);
+  // Lets the system's cache drop these bytes, if they are on the disk. Only a hint.
+  void forget(int64_t offset, int64_t bytes) noexcept;
   // Sets room aside on the disk, where its format can: then no later write finds it full.
   void reserve(int64_t bytes);
   // An Error where the file ends before.
@@ -140,6 +156,11 @@ class File {
   int descriptor_;
   std::string path_;
   bool locked_ = false;
+};
+
+struct FileSystem::Nameless {
+  File file;
+  std::optional<File> direct;
 };
 
 // "folder/name"

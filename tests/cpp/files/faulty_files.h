@@ -29,6 +29,7 @@ using support::TemporaryFolder;
 // The real file system, with faults. Set them before other threads use it.
 class FaultyFiles : public FileSystem {
  public:
+  using FileSystem::FileSystem;
   // Asked before each call, with its number from 0; returns the errno to fail with, or 0.
   std::function<int(Call, const std::string& path, int number)> fault;
   int64_t most_at_once = 0;  // of a read or write; 0 = no limit
