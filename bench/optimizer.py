@@ -10,9 +10,11 @@ packages run in processes of their own, from a folder that only they see:
 
     pip install --target A --no-deps roundpipe==0.1.1 py-cpuinfo ninja
     pip install --target B --no-deps deepspeed einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm
-    python bench/optimizer.py --published A --deepspeed B
+    pip install --target C --no-deps torchao
+    python bench/optimizer.py --published A --deepspeed B --torchao C
 
-Both compile their kernels when they first run (a C++ compiler is needed), into the same folder.
+They compile their kernels when they first run (a C++ compiler is needed), the first two into the same folder. Of
+torchao, it is AdamW with moments of 8 bits; bitsandbytes has none that runs on the CPU.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ FORMATS = {
         (SHORT_8BIT, _core.MomentFormat.BLOCKWISE_8BIT, _core.MasterFormat.BITS_24),
     ]
 }
-PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed"}
+PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed", "torchao": "torchao, 8-bit"}
 COPY, MEMCPY, SCALE = "copy", "memcpy", "scale"  # not contestants, but run in the same turns
 # Read and written, a parameter.
 OURS_BYTES = {OURS: 26, OURS_8BIT: 14 + 1 / 16, SHORT: 24, SHORT_8BIT: 12 + 1 / 16}
@@ -272,7 +274,7 @@ def check(contestants: dict[str, Contestant], start: torch.Tensor, measured: Mea
     wrong = []
     for name, contestant in contestants.items():
         apart = contestant.sample().double() - expected
-        if name in (OURS_8BIT, SHORT_8BIT):
+        if name in (OURS_8BIT, SHORT_8BIT, PEERS["torchao"]):
             distance, bound = (apart.norm() / (expected - start).norm()).item(), BOUND_8BIT
         else:
             distance = (apart.abs() / (expected.abs() + root_mean_square)).max().item()
@@ -345,6 +347,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=15)
     arguments.add_argument("--published", type=Path, help="folder with roundpipe 0.1.1")
     arguments.add_argument("--deepspeed", type=Path, help="folder with DeepSpeed")
+    arguments.add_argument("--torchao", type=Path, help="folder with torchao")
     options = arguments.parse_args()
     limit_floats = 64 << 20
     if options.quick:

@@ -2,7 +2,7 @@
 
 As a program, the server that makes one step a request, in a process and with a package folder of its own:
 
-    python adamw.py published|deepspeed FOLDER THREADS SIZE
+    python adamw.py published|deepspeed|torchao FOLDER THREADS SIZE
 
 Every line on stdin and stdout is a JSON value. It answers "refill" with null, "step" with Times, and
 {"save": path} with null after writing the sample of the weights there.
@@ -126,6 +126,13 @@ def deepspeed(folder: Path) -> type[torch.optim.Optimizer]:
     return cast(type[torch.optim.Optimizer], module.DeepSpeedCPUAdam)
 
 
+def torchao(folder: Path) -> type[torch.optim.Optimizer]:
+    """torchao's AdamW with moments of 8 bits, which it compiles at its first step."""
+    module = importlib.import_module("torchao.optim")
+    assert module.__file__ is not None and Path(module.__file__).is_relative_to(folder)
+    return cast(type[torch.optim.Optimizer], module.AdamW8bit)
+
+
 def serve() -> None:
     name, folder, threads, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w")
@@ -135,10 +142,9 @@ def serve() -> None:
     def answer(value: object) -> None:
         print(json.dumps(value), file=answers, flush=True)
 
-    if name == "published":
-        kind, package, options = published(folder), "roundpipe", HYPER | {"decoupled_weight_decay": True}
-    else:
-        kind, package, options = deepspeed(folder), "deepspeed", HYPER
+    package = "roundpipe" if name == "published" else name
+    kind = {"published": published, "deepspeed": deepspeed, "torchao": torchao}[name](folder)
+    options = HYPER | ({"decoupled_weight_decay": True} if name == "published" else {})
     contestant = WithCasts(size, Gradients(size), lambda parameters: kind(parameters, **options))
     answer(importlib.metadata.version(package))
     for line in sys.stdin:
