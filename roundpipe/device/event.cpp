@@ -27,6 +27,13 @@ Escaped& escaped() {
   return *instance;
 }
 
+std::atomic<int> waiting_users{0};
+std::atomic<void (*)() noexcept> wait_hook{nullptr};
+
+void call_wait_hook() noexcept {
+  if (auto* const hook = wait_hook.load()) hook();
+}
+
 void keep(std::exception_ptr error) {
   const std::lock_guard lock(escaped().mutex);
   if (!escaped().first) escaped().first = std::move(error);
@@ -72,6 +79,7 @@ void Event::finish(State state, std::exception_ptr error, double time_ms) noexce
     state_ = state;
     error_ = std::move(error);
     time_ms_ = time_ms;
+    waiting_users.fetch_sub(std::exchange(waiting_users_, 0));
     followers.swap(followers_);
     changed_.notify_all();
   }
@@ -160,10 +168,49 @@ void when_all(const std::vector<EventPtr>& events, Event::Callback callback, Eve
   join->arrive();
 }
 
+WaitingUser::WaitingUser() {
+  waiting_users.fetch_add(1);
+  call_wait_hook();
+}
+
+WaitingUser::~WaitingUser() { waiting_users.fetch_sub(1); }
+
+// Counts as a WaitingUser until the event completes or the wait is given up.
+class UserOfEvent {
+ public:
+  explicit UserOfEvent(const Event& event) : event_(event) {
+    {
+      const std::lock_guard lock(event.mutex_);
+      if (event.state_ != Event::State::kPending) return;
+      ++event.waiting_users_;
+      waiting_users.fetch_add(1);
+    }
+    call_wait_hook();
+  }
+  ~UserOfEvent() {
+    const std::lock_guard lock(event_.mutex_);
+    if (event_.waiting_users_ == 0) return;
+    --event_.waiting_users_;
+    waiting_users.fetch_sub(1);
+  }
+  UserOfEvent(const UserOfEvent&) = delete;
+  UserOfEvent& operator=(const UserOfEvent&) = delete;
+
+ private:
+  const Event& event_;
+};
+
+bool WaitingUser::any() noexcept { return waiting_users.load() > 0; }
+
+void WaitingUser::set_hook(void (*hook)() noexcept) noexcept { wait_hook.store(hook); }
+
 namespace {
 
 void wait_checking(const Event& event, bool interruptible) {
   constexpr double kCheckEvery_ms = 50;
+  if (event.complete()) return;
+  require_own_process();
+  const UserOfEvent user(event);
   while (!event.wait_for(kCheckEvery_ms)) {
     if (const std::exception_ptr error = escaped_error()) std::rethrow_exception(error);
     if (interruptible) frontend().check_interrupt();

@@ -57,6 +57,7 @@ class Event {
     Failed failed;
   };
   void finish(State state, std::exception_ptr error, double time_ms) noexcept;
+  friend class UserOfEvent;
   // Locks, unless the process was left behind: there, a thread that no longer exists may hold the lock for ever.
   std::unique_lock<std::mutex> locked() const;
 
@@ -66,6 +67,7 @@ class Event {
   State state_ = State::kPending;
   std::exception_ptr error_;
   double time_ms_ = 0;
+  mutable int waiting_users_ = 0;  // until it is complete
   std::vector<Follower> followers_;
 };
 
@@ -96,6 +98,21 @@ void set_completion_hook(std::function<void()> hook);
 // Blocks until `event` is complete and rethrows its error. About every 50 ms until then, throws the escaped error if
 // there is one, and calls Frontend::check_interrupt, whose exceptions pass to the caller.
 void wait_interruptible(const Event& event);
+// The calling thread waits for the engine while this lives, so that the user can do nothing for it. The waits below
+// count as one until their event completes, whenever the thread wakes up then.
+class WaitingUser {
+ public:
+  WaitingUser();
+  ~WaitingUser();
+  WaitingUser(const WaitingUser&) = delete;
+  WaitingUser& operator=(const WaitingUser&) = delete;
+
+  // Whether any lives.
+  static bool any() noexcept;
+  // From now on, `hook` runs on every thread that begins to wait, once any() holds. There is one hook.
+  static void set_hook(void (*hook)() noexcept) noexcept;
+};
+
 // Blocks until `event` is complete, failed or not. Throws the escaped error if there is one, because then nothing may
 // ever complete the event.
 void wait_unless_lost(const Event& event);

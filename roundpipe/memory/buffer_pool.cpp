@@ -1,5 +1,8 @@
 #include <roundpipe/memory/buffer_pool.h>
 
+#include <algorithm>
+#include <utility>
+
 #include <ATen/ops/from_blob.h>
 
 #include <roundpipe/core/engine_life.h>
@@ -16,6 +19,37 @@ void BufferPool::keep(size_t spares) {
   const MutexLock lock(shelf_->mutex);
   shelf_->most_spare = spares;
   shelf_->spare.reserve(spares);  // a piece may come back on any thread, which must not throw
+}
+
+void BufferPool::take_over(const BufferPool& other) {
+  std::vector<at::Tensor> spare;
+  int64_t pieces = 0;
+  {
+    const MutexLock lock(other.shelf_->mutex);
+    other.shelf_->heir = shelf_;
+    spare.swap(other.shelf_->spare);
+    pieces = std::exchange(other.shelf_->pieces, 0);
+  }
+  {
+    const MutexLock lock(shelf_->mutex);
+    shelf_->pieces += pieces;
+    shelf_->most_pieces = std::max(shelf_->most_pieces, shelf_->pieces);
+  }
+  for (const at::Tensor& piece : spare) put_back(shelf_, piece);
+}
+
+void BufferPool::put_back(const std::shared_ptr<Shelf>& shelf, const at::Tensor& piece) {
+  std::shared_ptr<Shelf> heir;
+  {
+    const MutexLock lock(shelf->mutex);
+    heir = shelf->heir;
+    if (!heir && shelf->spare.size() < shelf->most_spare) {
+      shelf->spare.push_back(piece);
+    } else if (!heir) {
+      --shelf->pieces;
+    }
+  }
+  if (heir) put_back(heir, piece);
 }
 
 at::Tensor BufferPool::take() const {
@@ -40,13 +74,7 @@ at::Tensor BufferPool::take() const {
   }
   void* data = piece.mutable_data_ptr();
   const auto give_back = [shelf = shelf_, piece](void*) {
-    if (is_left_behind()) return;
-    const MutexLock lock(shelf->mutex);
-    if (shelf->spare.size() < shelf->most_spare) {
-      shelf->spare.push_back(piece);
-    } else {
-      --shelf->pieces;
-    }
+    if (!is_left_behind()) put_back(shelf, piece);
   };
   return at::from_blob(data, {size_bytes_}, give_back, at::TensorOptions().dtype(at::kByte));
 }

@@ -19,6 +19,9 @@ class BufferPool {
 
   // Sets how many unused pieces the pool keeps; initially one. Others that come back are released.
   void keep(size_t spares);
+  // From now on, the pieces of `other` come back to this pool and count as its own. REQUIRES: the size is the same,
+  // and nothing is taken from `other` any more.
+  void take_over(const BufferPool& other);
 
   // Returns uninitialized uint8 [size_bytes]: an unused piece or, without waiting for one, new memory. Throws
   // OutOfHostMemory.
@@ -37,7 +40,9 @@ class BufferPool {
     size_t most_spare ROUNDPIPE_GUARDED_BY(mutex) = 0;
     int64_t pieces ROUNDPIPE_GUARDED_BY(mutex) = 0;
     int64_t most_pieces ROUNDPIPE_GUARDED_BY(mutex) = 0;
+    std::shared_ptr<Shelf> heir ROUNDPIPE_GUARDED_BY(mutex);  // of all that comes back
   };
+  static void put_back(const std::shared_ptr<Shelf>& shelf, const at::Tensor& piece);
   const int64_t size_bytes_;
   const bool pinned_;
   const std::shared_ptr<Shelf> shelf_;

@@ -9,6 +9,7 @@
 #include <roundpipe/device/event.h>
 #include <roundpipe/memory/block_layout.h>
 #include <roundpipe/memory/buffer_pool.h>
+#include <roundpipe/memory/gradient_room.h>
 
 namespace roundpipe::memory {
 
@@ -19,6 +20,7 @@ struct GradientBlock {
   at::Tensor flat;             // uint8, in the layout of gradients; undefined if no gradient was received
   std::vector<char> received;  // one per parameter: whether `flat` holds a gradient for it
   device::EventPtr landed = device::make_event();
+  GradientRoom::SharePtr share;  // set with `flat`, where gradients have limited room; then the step's, which ends it
 };
 using GradientBlockPtr = std::shared_ptr<GradientBlock>;
 

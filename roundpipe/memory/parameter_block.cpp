@@ -69,6 +69,12 @@ ParameterBlock::ParameterBlock(std::vector<NamedTensor> parameters, bool pinned)
   }
 }
 
+void ParameterBlock::use_pool(const std::shared_ptr<BufferPool>& pool) {
+  if (pool == buffers_) return;
+  pool->take_over(*buffers_);
+  buffers_ = pool;
+}
+
 void ParameterBlock::add_reader(const WeightVersionPtr& version, EventPtr uploaded) {
   version->readers.add(std::move(uploaded));
 }

@@ -50,6 +50,9 @@ class ParameterBlock {
   const std::vector<NamedTensor>& parameters() const { return parameters_; }
   // The pool that gives memory to the weights and to gradients of the same layout.
   const std::shared_ptr<BufferPool>& buffers() const { return buffers_; }
+  // From now on, `pool` gives that memory, and gets what the block has. REQUIRES: pieces of the same size; nothing is
+  // under way. Caller's thread.
+  void use_pool(const std::shared_ptr<BufferPool>& pool);
 
   // The version that a call reads if it is submitted now.
   const WeightVersionPtr& current() const { return current_; }

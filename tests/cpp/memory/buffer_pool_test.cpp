@@ -46,6 +46,23 @@ TEST_CASE("buffer pool: keeps as many pieces as it is asked to") {
   CHECK(pool.peak_bytes() == 4 * 32);
 }
 
+TEST_CASE("buffer pool: takes over the pieces of others, used and unused") {
+  BufferPool pool(32, false);
+  pool.keep(2);
+  BufferPool first(32, false), second(32, false);
+  second.take();  // comes back, and stays unused
+  at::Tensor used = first.take();
+  const uint8_t* const place = used.const_data_ptr<uint8_t>();
+  first.take_over(second);
+  pool.take_over(first);
+  CHECK(first.host_bytes() == 0);
+  CHECK(pool.host_bytes() == 2 * 32);
+  used.reset();
+  CHECK(pool.take().const_data_ptr<uint8_t>() == place);
+  const std::vector<at::Tensor> both{pool.take(), pool.take()};
+  CHECK(pool.host_bytes() == 2 * 32);
+}
+
 TEST_CASE("buffer pool: pieces may outlive it, and no bytes are no trouble") {
   at::Tensor left;
   {
