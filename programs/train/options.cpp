@@ -64,6 +64,8 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("warmup_steps", options.warmup_steps);
   visit("floor", options.floor);
   visit("asynchronous", options.asynchronous);
+  visit("clip_by", options.clip_by);
+  visit("gradients_at_once", options.gradients_at_once);
   visit("evaluate_every", options.evaluate_every);
   visit("log_every", options.log_every);
   visit("save_every", options.save_every);
@@ -71,6 +73,8 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("devices", options.devices);
   visit("device_memory", options.device_memory);
   visit("host_memory", options.host_memory);
+  visit("disk", options.disk);
+  visit("disk_memory", options.disk_memory);
   visit("microbatches", options.microbatches);
   visit("recompute_by_layer", options.recompute_by_layer);
   visit("fault_tolerant", options.fault_tolerant);

@@ -48,9 +48,10 @@ struct Options {
   double clip = 0;                                    // 0: never
   int64_t warmup_steps = 0;
   double floor = 0;
-  bool asynchronous = false;
+  std::string clip_by;
+  bool asynchronous = false, gradients_at_once = false;
 
-  std::string dtype, arithmetic, attention, devices, device_memory, host_memory;
+  std::string dtype, arithmetic, attention, devices, device_memory, host_memory, disk, disk_memory;
   std::optional<int> microbatches;  // unset: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;
 

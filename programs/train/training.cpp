@@ -87,7 +87,10 @@ LanguageModelOptions model_options(const Options& options) {
 
 Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t steps) {
   Optimizer optimizer(model.model(), update_rule(options), parameter_groups(options),
-                      {.moments = moment_format(options), .masters = master_format(options)});
+                      {.moments = moment_format(options),
+                       .masters = master_format(options),
+                       .gradients_at_once = options.gradients_at_once,
+                       .disk = {.folder = options.disk, .memory_bytes = bytes_of(options.disk_memory).value_or(0)}});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
 }
@@ -315,8 +318,10 @@ void Training::train_steps() {
     if (step_ + 1 < end) batch = data_.batch(step_ + 1);
     record.loss = pending.finish().loss.item<double>() / record.loss_scale.value_or(1);
     record.learning_rate = optimizer_->options().lr;
-    const Step made = model_->model().step(
-        *optimizer_, {.asynchronous = options_.asynchronous, .max_grad_norm = clip, .scaler = scaler_.get()});
+    const Step made = model_->model().step(*optimizer_, {.asynchronous = options_.asynchronous,
+                                                         .max_grad_norm = clip,
+                                                         .clips_by_last_norm = options_.clip_by == "last_norm",
+                                                         .scaler = scaler_.get()});
     ++step_;
     const Clock::time_point before = std::exchange(begun, Clock::now());
     record.seconds = std::chrono::duration<double>(begun - before).count();

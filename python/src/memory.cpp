@@ -6,6 +6,9 @@
 #include <roundpipe/memory/mapped_file.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/simulate/memory_simulator.h>
+#include <roundpipe/simulate/update_with_disk.h>
+#include <roundpipe/storage/disk_meter.h>
+#include <roundpipe/storage/disk_tier.h>
 #include <roundpipe/training/host_memory.h>
 
 #include "bindings.h"
@@ -119,8 +122,14 @@ void bind_memory_simulator(py::module_& module) {
   module.def("partial_sum_bytes", &simulate::partial_sum_bytes, py::arg("plan"), py::arg("sizes"));
   py::class_<OptimizerMemory>(module, "OptimizerMemory")
       .def(py::init([](optim::Algorithm algorithm, const optim::Hyperparameters& options,
-                       const optim::StateFormat& format) { return OptimizerMemory{algorithm, options, format}; }),
-           py::arg("algorithm"), py::arg("options"), py::arg("format"))
+                       const optim::StateFormat& format, const DiskOptions& disk, bool gradients_at_once) {
+             return OptimizerMemory{.algorithm = algorithm,
+                                    .options = options,
+                                    .format = format,
+                                    .disk = disk,
+                                    .gradients_at_once = gradients_at_once};
+           }),
+           py::arg("algorithm"), py::arg("options"), py::arg("format"), py::arg("disk"), py::arg("gradients_at_once"))
       .def("of_command", &of_command, py::arg("parameters"), py::arg("classes"))
       .def_readonly("algorithm", &OptimizerMemory::algorithm)
       .def_readonly("options", &OptimizerMemory::options)
@@ -130,6 +139,7 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("gradients", [](const HostPrediction& host) { return host.gradients; })
       .attribute("masters", [](const HostPrediction& host) { return host.masters; })
       .attribute("moments", [](const HostPrediction& host) { return host.moments; })
+      .attribute("moments_on_disk", [](const HostPrediction& host) { return host.moments_on_disk; })
       .attribute("values", &HostPrediction::values)
       .attribute("partial_sums", &HostPrediction::partial_sums)
       .attribute("kept_for_failures", &HostPrediction::kept_for_failures)
@@ -141,11 +151,12 @@ void bind_memory_simulator(py::module_& module) {
              return rows;
            })
       .def(py::init([](int64_t weights, int64_t gradients, int64_t masters, int64_t moments, int64_t values,
-                       int64_t partial_sums, int64_t kept_for_failures) {
-             return HostPrediction{{weights, gradients, masters, moments}, values, partial_sums, kept_for_failures};
+                       int64_t partial_sums, int64_t kept_for_failures, int64_t moments_on_disk) {
+             return HostPrediction{
+                 {weights, gradients, masters, moments, moments_on_disk}, values, partial_sums, kept_for_failures};
            }),
            py::arg("weights"), py::arg("gradients"), py::arg("masters"), py::arg("moments"), py::arg("values") = 0,
-           py::arg("partial_sums") = 0, py::arg("kept_for_failures") = 0);
+           py::arg("partial_sums") = 0, py::arg("kept_for_failures") = 0, py::arg("moments_on_disk") = 0);
   module.def(
       "predict_host",
       [](const std::vector<std::vector<at::Tensor>>& blocks, const OptimizerMemory& optimizer, bool trains,
@@ -169,9 +180,33 @@ void bind_memory_simulator(py::module_& module) {
       py::arg("parameter"), py::arg("layers"));
 }
 
+void bind_disk(py::module_& module) {
+  py::class_<DiskOptions>(module, "DiskOptions")
+      .def(py::init(
+               [](std::string folder, int64_t memory_bytes) { return DiskOptions{std::move(folder), memory_bytes}; }),
+           py::arg("folder") = "", py::arg("memory_bytes") = 0);
+  ValueClass<storage::DiskTier::Stats>(module, "DiskStats")
+      .attribute("read_bytes", &storage::DiskTier::Stats::read_bytes)
+      .attribute("written_bytes", &storage::DiskTier::Stats::written_bytes)
+      .attribute("most_memory_bytes", &storage::DiskTier::Stats::most_memory_bytes)
+      .attribute("waited_ms", &storage::DiskTier::Stats::waited_ms);
+  ValueClass<storage::DiskSpeed>(module, "DiskSpeed")
+      .attribute("write_gb_per_s", &storage::DiskSpeed::write_gb_per_s)
+      .attribute("read_gb_per_s", &storage::DiskSpeed::read_gb_per_s)
+      .attribute("both_gb_per_s", &storage::DiskSpeed::both_gb_per_s);
+  module.def(
+      "measure_disk", [](const std::string& folder, int64_t bytes) { return storage::measure_disk(folder, bytes); },
+      py::arg("folder"), py::arg("bytes"), py::call_guard<py::gil_scoped_release>());
+  module.def("update_rate_with_disk", &simulate::update_rate_with_disk, py::arg("update_gb_per_s"),
+             py::arg("disk_gb_per_s"), py::arg("weight_bytes"), py::arg("disk_bytes"));
+  module.def("days_of_disk", &simulate::days_of_disk, py::arg("endurance_bytes"), py::arg("disk_bytes"),
+             py::arg("step_ms"));
+}
+
 }  // namespace
 
 void bind_memory(py::module_& module) {
+  bind_disk(module);
   bind_memory_simulator(module);
   module.def("map_file", &memory::map_file, py::arg("path"), py::call_guard<py::gil_scoped_release>());
   module.def("free_host_bytes", &memory::free_host_bytes);

@@ -29,16 +29,21 @@ FusedSteps::GroupOf group_of(const std::vector<std::vector<at::Tensor>>& groups)
 
 void bind_model_optimizer(py::module_& module) {
   py::class_<StepOptions>(module, "StepOptions")
-      .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm) {
-             StepOptions options{.asynchronous = asynchronous, .max_grad_norm = max_grad_norm};
+      .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm, bool clips_by_last_norm) {
+             StepOptions options{.asynchronous = asynchronous,
+                                 .max_grad_norm = max_grad_norm,
+                                 .clips_by_last_norm = clips_by_last_norm};
              check(options, /*several_nodes=*/true);
              return options;
            }),
-           py::arg("asynchronous"), py::arg("max_grad_norm"))
+           py::arg("asynchronous"), py::arg("max_grad_norm"), py::arg("clips_by_last_norm") = false)
       .def_readonly("asynchronous", &StepOptions::asynchronous)
       .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)
       .def_readwrite("gradient_factor", &StepOptions::gradient_factor);
   py::class_<StepRun, std::shared_ptr<StepRun>>(module, "StepRun")
+      .def(
+          "wait_measured", [](const StepRun& run) { device::wait_interruptible(*run.measured()); },
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "wait_decided", [](const StepRun& run) { device::wait_interruptible(*run.decided()); },
           py::call_guard<py::gil_scoped_release>())
@@ -53,17 +58,27 @@ void bind_model_optimizer(py::module_& module) {
 
   py::class_<FusedRule>(module, "FusedRule")
       .def(py::init([](optim::Algorithm algorithm, std::vector<optim::Hyperparameters> groups,
-                       const optim::StateFormat& format, bool gradients_in_fp32) {
-             return FusedRule{algorithm, std::move(groups), format, gradients_in_fp32};
+                       const optim::StateFormat& format, bool gradients_in_fp32, DiskOptions disk,
+                       bool gradients_at_once) {
+             return FusedRule{algorithm,         std::move(groups), format,
+                              gradients_in_fp32, std::move(disk),   gradients_at_once};
            }),
-           py::arg("algorithm"), py::arg("groups"), py::arg("format"), py::arg("gradients_in_fp32"));
+           py::arg("algorithm"), py::arg("groups"), py::arg("format"), py::arg("gradients_in_fp32"), py::arg("disk"),
+           py::arg("gradients_at_once"));
   ValueClass<ModelOptimizer::HostBytes>(module, "HostBytes")
       .attribute("parameters", &ModelOptimizer::HostBytes::parameters)
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
       .attribute("masters", &ModelOptimizer::HostBytes::remainders)
-      .attribute("moments", &ModelOptimizer::HostBytes::moments);
+      .attribute("moments", &ModelOptimizer::HostBytes::moments)
+      .attribute("moments_on_disk", &ModelOptimizer::HostBytes::moments_on_disk);
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "ModelOptimizer")
       .def("accept_weights", &ModelOptimizer::accept_weights)
+      .def_property("last_norm", &ModelOptimizer::last_norm, &ModelOptimizer::set_last_norm)
+      .def("disk_stats",
+           [](const ModelOptimizer& optimizer) {
+             const std::shared_ptr<storage::DiskTier>& disk = optimizer.disk_tier();
+             return disk == nullptr ? std::nullopt : std::optional(disk->stats());
+           })
       .def(
           "place",
           [](const ModelOptimizer& optimizer, const at::Tensor& parameter) {
@@ -86,16 +101,26 @@ void bind_model_optimizer(py::module_& module) {
           py::arg("parameter"))
       .def(
           "state",
-          [](const py::object& self, const at::Tensor& parameter) {
-            auto& optimizer = self.cast<ModelOptimizer&>();
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
             const ModelOptimizer::Place place = optimizer.place(parameter);
             optim::BlockOptimizer& block = optimizer.block(place.block);
+            optim::BlockStates::Hold hold = block.states().hold();
+            optim::ParameterState state = hold[place.parameter];
+            if (block.states().tier()) {
+              for (at::Tensor& tensor : state.tensors) tensor = tensor.clone();
+            }
             const at::Tensor& remainder = block.remainder(place.parameter);
-            return py::make_tuple(
-                py::cast(block.state(place.parameter), py::return_value_policy::reference_internal, self),
-                remainder.defined() ? std::optional(remainder) : std::nullopt);
+            return std::pair(std::move(state), remainder.defined() ? std::optional(remainder) : std::nullopt);
           },
-          py::arg("parameter"))
+          py::arg("parameter"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "set_state",
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter, const optim::Scalars& scalars,
+             std::vector<at::Tensor> tensors) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            optimizer.block(place.block).states().set(place.parameter, {scalars, std::move(tensors)});
+          },
+          py::arg("parameter"), py::arg("scalars"), py::arg("tensors"), py::call_guard<py::gil_scoped_release>())
       .def(
           "shard",
           [](ModelOptimizer& optimizer, const at::Tensor& parameter) {

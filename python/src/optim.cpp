@@ -106,8 +106,13 @@ void bind_updates(py::module_& module) {
       },
       py::arg("name"), py::arg("sizes"), py::arg("classes"));
   module.def("state_names", &state_names, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("sizes"));
-  module.def("make_state", &make_state, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("parameter"),
-             py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "make_state",
+      [](Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, const at::Tensor& parameter) {
+        return make_state(algorithm, hyper, format, parameter);
+      },
+      py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("parameter"),
+      py::call_guard<py::gil_scoped_release>());
   module.def("state_bytes", &state_bytes, py::arg("algorithm"), py::arg("hyper"), py::arg("format"), py::arg("sizes"));
   module.def("update_traffic", &update_traffic, py::arg("algorithm"), py::arg("hyper"), py::arg("format"),
              py::arg("weights"));

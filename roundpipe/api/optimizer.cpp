@@ -106,7 +106,12 @@ Optimizer::Optimizer(const SteppedWeights& stepped, const UpdateRule& rule, cons
     }
   };
   fused_ = HostWeights::bind(stepped, group_of, accepted,
-                             {rule.algorithm, options_, {format.moments, format.masters}, format.gradients_in_fp32},
+                             {rule.algorithm,
+                              options_,
+                              {format.moments, format.masters},
+                              format.gradients_in_fp32,
+                              format.disk,
+                              format.gradients_at_once},
                              format.nodes);
   core_ = fused_->optimizer();
 }

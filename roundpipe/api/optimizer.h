@@ -17,6 +17,7 @@
 #include <roundpipe/api/learning_rate.h>
 #include <roundpipe/api/step.h>
 #include <roundpipe/optim/hyperparameters.h>
+#include <roundpipe/storage/disk_options.h>
 
 namespace roundpipe::cluster {
 class Nodes;
@@ -55,6 +56,12 @@ struct OptimizerFormat {
   optim::MasterFormat masters = optim::MasterFormat::kFloat32;
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
+  // Use each gradient as soon as it is on the host, and keep room for those of a few layers only, instead of a place
+  // for all. Each forward_backward is then followed by a synchronous step without a scaler, in one process, and
+  // with clips_by_last_norm if gradients are clipped.
+  bool gradients_at_once = false;
+  // A disk for the moments that host memory has no room for. The bits are the same.
+  DiskOptions disk = {};
   // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the
   // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Then making an
   // optimizer and each step are collective, and throw std::invalid_argument on all of them, saying what differs, if

@@ -13,7 +13,7 @@ runtime::StepRun& Step::run() const {
 
 double Step::grad_norm() const {
   if (is_over_) return grad_norm_;
-  device::wait_interruptible(*run().decided());
+  device::wait_interruptible(*run().measured());
   return run_->norm();
 }
 

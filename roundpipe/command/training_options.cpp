@@ -141,6 +141,15 @@ std::vector<TrainingOption> make_options() {
       {.name = "eps", .help = "Of adam, adamw, rmsprop, and of the adamw beside muon.", .least = 0, .above = true},
       {.name = "momentum", .help = "Of sgd, rmsprop and muon.", .least = 0, .most = 1, .below = true},
       {.name = "clip", .help = "Largest norm of the gradients; 0: as they are.", .otherwise = 1.0, .least = 0},
+      {.name = "clip_by",
+       .help = "norm, or last_norm: that of the step before, so that no gradient waits, with --gradients-at-once.",
+       .otherwise = std::string("norm"),
+       .choices = {"norm", "last_norm"}},
+      {.name = "gradients_at_once",
+       .help = "Use each gradient as it comes, and keep room on the host for those of a few layers only.",
+       .otherwise = false,
+       .bits = Bits::kNo,
+       .of_a_machine = true},
       {.name = "schedule",
        .help = "Of the learning rate.",
        .otherwise = std::string("cosine"),
@@ -183,6 +192,15 @@ std::vector<TrainingOption> make_options() {
        .of_a_machine = true},
       {.name = "host_memory",
        .help = "Refuse to train if the host needs more, such as 200GB.",
+       .is_size = true,
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "disk",
+       .help = "Folder on a disk for the moments that memory has no room for. Nothing of it stays.",
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "disk_memory",
+       .help = "With --disk, memory of the moments, such as 20GB (default: three times those of the largest layer).",
        .is_size = true,
        .bits = Bits::kNo,
        .of_a_machine = true},
@@ -290,6 +308,18 @@ void check_update_rule(const OptionValues& values) {
   }
   if (text_of(values, "masters") == "24bit" && is_given(values, "dtype") && text_of(values, "dtype") != "bfloat16") {
     refuse("masters", std::string("24bit"), concat("fp32 for weights of ", text_of(values, "dtype")));
+  }
+  const bool at_once = is_set(values, "gradients_at_once");
+  const bool by_last = text_of(values, "clip_by") == "last_norm";
+  if (by_last && !at_once) refuse("clip_by", std::string("last_norm"), "norm, or --gradients-at-once with it");
+  if (at_once && is_set(values, "asynchronous"))
+    refuse("gradients_at_once", true, "it without --asynchronous, whose updates come later");
+  if (at_once && !by_last && *number_of(value_of(values, "clip")) > 0) {
+    refuse("gradients_at_once", true,
+           "--clip-by last_norm or --clip 0 with it, as the norm of a step needs all of its gradients");
+  }
+  if (is_given(values, "disk_memory") && !is_given(values, "disk")) {
+    refuse("disk_memory", value_of(values, "disk_memory"), "it only with --disk");
   }
   for (const OfSomeRules& option : of_some_rules()) {
     if (!is_given(values, option.name) || option.has(rule)) continue;

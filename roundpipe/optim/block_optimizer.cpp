@@ -6,7 +6,9 @@
 
 #include <c10/util/accumulate.h>
 
+#include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/files/file_system.h>
 #include <roundpipe/memory/host_arena.h>
 
 namespace roundpipe::optim {
@@ -95,6 +97,15 @@ void BlockOptimizer::restart_master(size_t index, const at::Tensor& weights) {
 void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, const GradientBlock& gradients,
                             const BlockLayout& gradient_layout, const std::vector<Hyperparameters>& groups,
                             const GradientScaling& scaling, ThreadPool& pool) {
+  std::vector<size_t> fresh;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i] < 0 || (shard(i).count() == 0 && !shard_.empty()) || states_.has(i)) continue;
+    if (memory::gradient(gradients, gradient_layout, i).defined()) fresh.push_back(i);
+  }
+  BlockStates::Hold states = states_.hold_to_change(fresh, [&](size_t i, const MakeTensor& make) {
+    const Hyperparameters& hyper = groups[static_cast<size_t>(groups_[i])];
+    return make_state(algorithm_, hyper, format_.moments, own(layout_.view(before, i), i), make);
+  });
   for (size_t i = 0; i < groups_.size(); ++i) {
     const at::Tensor gradient = memory::gradient(gradients, gradient_layout, i);
     if (groups_[i] < 0 || !gradient.defined()) {
@@ -109,10 +120,7 @@ void BlockOptimizer::update(const at::Tensor& before, const at::Tensor& after, c
                     (static_cast<uint64_t>(number_) << 32) + i};
     if (remainders_[i].defined())
       (remainders_[i].scalar_type() == at::kFloat ? weights.master : weights.remainder) = remainders_[i];
-    if (states_[i].tensors.empty() && states_[i].scalars.step == 0) {
-      states_[i] = make_state(algorithm_, hyper, format_.moments, weights.before);
-    }
-    optim::update(algorithm_, hyper, format_.moments, states_[i], weights, own(gradient, i), scaling, pool);
+    optim::update(algorithm_, hyper, format_.moments, states[i], weights, own(gradient, i), scaling, pool);
   }
 }
 
@@ -159,6 +167,17 @@ int64_t BlockOptimizer::moment_bytes(const std::vector<Hyperparameters>& groups)
                          shard_.empty() ? layout_.tensors[i].sizes : std::vector{shard_[i].count()});
   }
   return bytes;
+}
+
+int64_t BlockOptimizer::stored_moment_bytes(const std::vector<Hyperparameters>& groups) const {
+  size_t tensors = 0;
+  for (size_t i = 0; i < groups_.size(); ++i) {
+    if (groups_[i] < 0) continue;
+    tensors +=
+        state_names(algorithm_, groups[static_cast<size_t>(groups_[i])], format_.moments, layout_.tensors[i].sizes)
+            .size();
+  }
+  return align_up(moment_bytes(groups) + static_cast<int64_t>(tensors) * kBlockAlignment_bytes, files::kDirect_bytes);
 }
 
 int64_t BlockOptimizer::remainder_bytes() const {

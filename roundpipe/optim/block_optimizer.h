@@ -6,6 +6,7 @@
 
 #include <roundpipe/memory/gradient_block.h>
 #include <roundpipe/memory/parameter_block.h>
+#include <roundpipe/optim/block_states.h>
 #include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/parameter_update.h>
 #include <roundpipe/optim/shards.h>
@@ -37,7 +38,7 @@ class BlockOptimizer {
   // Computes the next version from `before` and `gradients` and writes it to `after`, which may be the memory of the
   // gradients. `before` and `after` have the block's layout, `gradients` has `gradient_layout`. A parameter without a
   // gradient keeps its weights and its state. Of a shard, reads and writes its elements only. `groups`: the
-  // hyperparameters of each group.
+  // hyperparameters of each group. Throws storage::Unreadable, having changed nothing.
   void update(const at::Tensor& before, const at::Tensor& after, const memory::GradientBlock& gradients,
               const memory::BlockLayout& gradient_layout, const std::vector<Hyperparameters>& groups,
               const GradientScaling& scaling, ThreadPool& pool);
@@ -55,12 +56,13 @@ class BlockOptimizer {
   // Restarts the master of parameter `index` from `weights`, after the user has written to the parameter.
   void restart_master(size_t index, const at::Tensor& weights);
 
-  // The state of a parameter; it has no tensors before its first update.
-  ParameterState& state(size_t parameter) { return states_[parameter]; }
+  BlockStates& states() { return states_; }
   const at::Tensor& remainder(size_t parameter) const { return remainders_[parameter]; }
 
-  // Host memory of the moments, once every trained parameter has had a step, and of the remainders.
+  // Bytes of the moments, once every trained parameter has had a step; what they take at most as a block of a disk
+  // tier; and of the remainders.
   int64_t moment_bytes(const std::vector<Hyperparameters>& groups) const;
+  int64_t stored_moment_bytes(const std::vector<Hyperparameters>& groups) const;
   int64_t remainder_bytes() const;
 
  private:
@@ -71,7 +73,7 @@ class BlockOptimizer {
   const StateFormat format_;
   const std::vector<ElementRange> shard_;  // empty: all elements
   const size_t number_;
-  std::vector<ParameterState> states_;
+  BlockStates states_;
 
   // The shard's elements of a whole parameter or of something with its layout.
   at::Tensor own(const at::Tensor& whole, size_t parameter) const;

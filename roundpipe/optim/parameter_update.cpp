@@ -104,18 +104,13 @@ void check_weights(const Weights& weights) {
   if (weights.master.defined()) check_like(weights.master, weights.before, at::kFloat, where, "the master");
 }
 
-// All update threads read and write state, so it lies in the arena, which spreads it over the memory nodes.
-at::Tensor zeros(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
-  return memory::empty_strided(memory::HostArena::pageable(), sizes, strides, dtype).zero_();
+at::Tensor zeros(const MakeTensor& make, at::IntArrayRef sizes, at::ScalarType dtype) {
+  return make(sizes, c10::contiguous_strides(sizes), dtype).zero_();
 }
 
-at::Tensor zeros(at::IntArrayRef sizes, at::ScalarType dtype) {
-  return zeros(sizes, c10::contiguous_strides(sizes), dtype);
-}
-
-at::Tensor zeros_like_layout(const at::Tensor& parameter) {
-  if (!parameter.is_non_overlapping_and_dense()) return zeros(parameter.sizes(), at::kFloat);
-  return zeros(parameter.sizes(), parameter.strides(), at::kFloat);
+at::Tensor zeros_like_layout(const MakeTensor& make, const at::Tensor& parameter) {
+  if (!parameter.is_non_overlapping_and_dense()) return zeros(make, parameter.sizes(), at::kFloat);
+  return make(parameter.sizes(), parameter.strides(), at::kFloat).zero_();
 }
 
 // Sizes of row_var and col_var.
@@ -252,19 +247,24 @@ std::vector<std::string> state_names(Algorithm algorithm, const Hyperparameters&
   throw std::invalid_argument("[optim] unknown algorithm");
 }
 
+// All update threads read and write state, so it lies in the arena, which spreads it over the memory nodes.
+at::Tensor make_in_arena(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  return memory::empty_strided(memory::HostArena::pageable(), sizes, strides, dtype);
+}
+
 ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format,
-                          const at::Tensor& parameter) {
+                          const at::Tensor& parameter, const MakeTensor& make) {
   const std::vector<std::string> names = state_names(algorithm, hyper, format, parameter.sizes());
   ParameterState state;
   if (format == MomentFormat::kBlockwise8Bit) {
     for (size_t i = 0; i < names.size(); i += 2) {
-      state.tensors.push_back(zeros({kernels::kChunk * blocks(parameter.numel())}, at::kByte));
-      state.tensors.push_back(zeros({blocks(parameter.numel())}, at::kFloat));
+      state.tensors.push_back(zeros(make, {kernels::kChunk * blocks(parameter.numel())}, at::kByte));
+      state.tensors.push_back(zeros(make, {blocks(parameter.numel())}, at::kFloat));
     }
   } else if (algorithm == Algorithm::kAdafactor && parameter.dim() > 1) {
-    for (const auto& sizes : factored_sizes(parameter.sizes())) state.tensors.push_back(zeros(sizes, at::kFloat));
+    for (const auto& sizes : factored_sizes(parameter.sizes())) state.tensors.push_back(zeros(make, sizes, at::kFloat));
   } else {
-    for (size_t i = 0; i < names.size(); ++i) state.tensors.push_back(zeros_like_layout(parameter));
+    for (size_t i = 0; i < names.size(); ++i) state.tensors.push_back(zeros_like_layout(make, parameter));
   }
   if (algorithm == Algorithm::kAdagrad) state.tensors[0].fill_(hyper.initial_accumulator_value);
   if (algorithm == Algorithm::kRprop) state.tensors[1].fill_(hyper.lr);

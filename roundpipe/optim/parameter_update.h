@@ -1,5 +1,7 @@
 #pragma once
 
+#include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,10 +25,14 @@ struct ParameterState {
 std::vector<std::string> state_names(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format,
                                      at::IntArrayRef sizes);
 
+// Makes an uninitialized tensor, and the one that is used where none is given: in host memory.
+using MakeTensor = std::function<at::Tensor(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype)>;
+at::Tensor make_in_arena(at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+
 // Makes the state before the first step of a parameter with the sizes and strides of `parameter`; its values are not
 // read.
 ParameterState make_state(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format,
-                          const at::Tensor& parameter);
+                          const at::Tensor& parameter, const MakeTensor& make = make_in_arena);
 
 // The bytes of the tensors that make_state makes.
 int64_t state_bytes(Algorithm algorithm, const Hyperparameters& hyper, MomentFormat format, at::IntArrayRef sizes);

@@ -200,6 +200,7 @@ void Capture::finish() {
     Contents::SnapshotState state = contents_->take_snapshot();
     if (contents_->size() > 1) own_["strides"] = std::move(state.strides);
     own()["counters"] = std::move(state.counters);
+    if (state.last_norm) own()["last_norm"] = *state.last_norm;
   }
   contents_->set_states(common_, own_);
 }

@@ -1,5 +1,7 @@
 #include <roundpipe/runs/load_fused.h>
 
+#include <algorithm>
+
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -94,8 +96,15 @@ class FusedLoad {
     for (const auto& [name, tensor] : reads_.whole_tensors()) destinations_[kOptimizer].emplace_back(name, tensor);
     places_.load(apart, std::move(destinations_));
     reads_.read();
+    // One block at a time, as memory has no room for all. Whoever loads the checkpoint verifies the files.
+    for (const auto& [block, moments] : on_disk_) {
+      StateReads in_parts(stored_, /*in_parts=*/true);
+      const optim::BlockStates::Hold hold = take_moments(core_.block(block).states(), moments, block, in_parts);
+      in_parts.read();
+    }
     for (const Converted& conversion : converted_) conversion.finish();
     for (const auto& [saved, remainder] : other_remainders_) optim::convert_remainder(saved, remainder);
+    core_.set_last_norm(stored_.last_norm());
     core_.accept_weights();
   }
 
@@ -115,8 +124,7 @@ class FusedLoad {
       const optim::ElementRange shard = core_.block(block).shard(index);
       range = {shard.first, shard.last};
     }
-    place_moments(name, parameter, range, optimizer_.options.at(static_cast<size_t>(group)),
-                  core_.block(block).state(index));
+    place_moments(block, index, parameter, range);
     const at::Tensor& remainder = core_.block(block).remainder(index);
     const char* saved_rest = nullptr;
     for (const char* const kind : {kMaster, kMasterRemainder}) {
@@ -143,19 +151,49 @@ class FusedLoad {
     return taker;
   }
 
-  void place_moments(const std::string& name, const at::Tensor& parameter, const std::optional<ElementsOf>& range,
-                     const optim::Hyperparameters& options, optim::ParameterState& state) {
-    state = {};
-    const nlohmann::json* const counters = stored_.counters(name);
-    const at::Tensor own = own_elements(parameter.detach(), range);
-    if (counters == nullptr || (range && own.numel() == 0)) return;
-    state = optim::make_state(optimizer_.algorithm, options, optimizer_.moments, own);
-    state.scalars = {counters->at("step").get<double>(), counters->at("mu_product").get<double>(),
-                     counters->at("eta").get<double>(), counters->at("mu").get<double>()};
-    const std::vector<std::string> moments =
-        optim::state_names(optimizer_.algorithm, options, optimizer_.moments, parameter.sizes());
-    for (size_t i = 0; i < moments.size(); ++i)
-      reads_.take(name, moments[i], state.tensors[i], parameter.detach(), range);
+  // A trained parameter of a block whose state the checkpoint has.
+  struct Moments {
+    size_t index;
+    at::Tensor parameter;
+    std::optional<ElementsOf> range;
+  };
+
+  void place_moments(size_t block, size_t index, const at::Tensor& parameter, const std::optional<ElementsOf>& range) {
+    optim::BlockStates& states = core_.block(block).states();
+    states.forget(index);
+    const bool has_none = stored_.counters(*names_.find(parameter)) == nullptr;
+    if (has_none || (range && own_elements(parameter.detach(), range).numel() == 0)) return;
+    if (states.tier()) {
+      on_disk_[block].push_back({index, parameter, range});
+    } else {
+      take_moments(states, {{index, parameter, range}}, block, reads_);
+    }
+  }
+
+  // Makes states, to be read by `reads`. They are in memory until what is returned is dropped.
+  optim::BlockStates::Hold take_moments(optim::BlockStates& states, const std::vector<Moments>& moments, size_t block,
+                                        StateReads& reads) {
+    const auto options = [&](size_t index) {
+      return optimizer_.options.at(static_cast<size_t>(core_.block(block).group(index)));
+    };
+    std::vector<size_t> fresh;
+    for (const Moments& each : moments) fresh.push_back(each.index);
+    optim::BlockStates::Hold hold = states.hold_to_change(fresh, [&](size_t index, const optim::MakeTensor& make) {
+      const Moments& own = *std::ranges::find(moments, index, &Moments::index);
+      return optim::make_state(optimizer_.algorithm, options(index), optimizer_.moments,
+                               own_elements(own.parameter.detach(), own.range), make);
+    });
+    for (const Moments& each : moments) {
+      const std::string& name = *names_.find(each.parameter);
+      const nlohmann::json& counters = *stored_.counters(name);
+      hold[each.index].scalars = {counters.at("step").get<double>(), counters.at("mu_product").get<double>(),
+                                  counters.at("eta").get<double>(), counters.at("mu").get<double>()};
+      const std::vector<std::string> kinds =
+          optim::state_names(optimizer_.algorithm, options(each.index), optimizer_.moments, each.parameter.sizes());
+      for (size_t i = 0; i < kinds.size(); ++i)
+        reads.take(name, kinds[i], hold[each.index].tensors[i], each.parameter.detach(), each.range);
+    }
+    return hold;
   }
 
   const StoredCheckpoint& stored_;
@@ -168,6 +206,7 @@ class FusedLoad {
   StoredCheckpoint::Destinations destinations_;
   std::vector<Converted> converted_;
   std::vector<std::pair<at::Tensor, at::Tensor>> other_remainders_;  // as saved, in another format, and the model's
+  std::map<size_t, std::vector<Moments>> on_disk_;                   // by block
   std::map<size_t, std::vector<at::Tensor>> next_weights_;           // by block
   std::map<std::string, at::Tensor> newest_;  // where weights after the last step go, if calls read those before
 };

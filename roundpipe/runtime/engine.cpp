@@ -164,6 +164,7 @@ std::unique_ptr<Worker> Engine::make_worker(int index, std::unique_ptr<device::D
 }
 
 void Engine::stop() {
+  const device::WaitingUser user;
   // A submission that has begun ends first; later ones are refused.
   {
     const MutexLock lock(mutex_);

@@ -47,6 +47,7 @@ void Engine::wait_idle() {
       for (const auto& worker : *workers) all.push_back(worker.get());
     }
   }
+  const device::WaitingUser user;
   for (Worker* worker : all) worker->queue().drained();
 }
 

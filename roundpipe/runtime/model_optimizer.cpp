@@ -1,12 +1,15 @@
 #include <roundpipe/runtime/model_optimizer.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <map>
 #include <utility>
 
 #include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>
+#include <roundpipe/core/frontend.h>
 #include <roundpipe/optim/dispatch.h>
 #include <roundpipe/optim/thread_pool.h>
 
@@ -108,6 +111,20 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
   }
 }
 
+void ModelOptimizer::keep_moments_on(const DiskOptions& disk, const std::vector<Hyperparameters>& groups) {
+  std::vector<int64_t> bytes;
+  for (const auto& block : *blocks_) bytes.push_back(block->optimizer.stored_moment_bytes(groups));
+  division_ = storage::divide(bytes, disk.memory_bytes);
+  if (division_.disk_bytes == 0) return;
+  std::vector<int64_t> on_disk;
+  for (size_t b = 0; b < bytes.size(); ++b) on_disk.push_back(division_.in_memory[b] ? 0 : bytes[b]);
+  files::FileSystem& files = disk.files != nullptr ? *disk.files : files::FileSystem::of_disk_tier();
+  disk_ = std::make_shared<storage::DiskTier>(disk.folder, on_disk, division_.window_bytes, files);
+  for (size_t b = 0; b < bytes.size(); ++b) {
+    if (on_disk[b] > 0) (*blocks_)[b]->optimizer.states().keep_on(disk_, b);
+  }
+}
+
 void ModelOptimizer::accept_weights() {
   for (const auto& block : *blocks_) block->see();
 }
@@ -125,6 +142,7 @@ void ModelOptimizer::reap(size_t at_most) {
     }
     runs_.pop_front();
     if (const std::exception_ptr error = run->finished()->error()) std::rethrow_exception(error);
+    if (run->measures_late() && std::isfinite(run->norm())) last_norm_ = run->norm();
   }
 }
 
@@ -136,13 +154,16 @@ void ModelOptimizer::make_room() {
 std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> groups, const StepOptions& options,
                                               double loss_scale) {
   check(options, nodes_ != nullptr);
+  check_at_once(options, loss_scale);
   require_engine();
   require_callers_thread();
-  make_room();
+  // At once, the last step's weights have been read by now, so it has finished, or is about to.
+  at_once() ? reap(0) : make_room();
   adopt_replaced();
   for (const auto& block : *blocks_) block->refuse_lost_writes();
   std::exception_ptr failure;
   try {
+    if (disk_) disk_->raise();
     for (const auto& pipeline : pipelines_) pipeline->raise_pending();
   } catch (...) {
     if (!nodes_) throw;
@@ -155,6 +176,32 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   std::shared_ptr<StepRun> run = run_step(std::move(groups), options, loss_scale, failure);
   if (failure) std::rethrow_exception(failure);
   return run;
+}
+
+bool ModelOptimizer::at_once() const {
+  return std::ranges::any_of(pipelines_,
+                             [](const auto& pipeline) { return pipeline->model().gradient_room != nullptr; });
+}
+
+void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale) const {
+  if (!at_once()) {
+    if (!options.clips_by_last_norm) return;
+    throw std::invalid_argument(
+        "[step] gradients are clipped by the last step's norm, expected an optimizer that uses them at once; by the "
+        "norm of this step, the clipping is exact");
+  }
+  const auto refuse = [](const char* what, const std::string& instead) {
+    throw std::invalid_argument(concat("[step] ", what,
+                                       " needs all gradients of a step at the same time, and those of "
+                                       "this optimizer are used at once, expected ",
+                                       instead, "; or make the optimizer without that option"));
+  };
+  if (options.asynchronous) refuse("a step beside the next call", "a synchronous one (is_async=False)");
+  if (options.max_grad_norm && std::isfinite(*options.max_grad_norm) && !options.clips_by_last_norm) {
+    refuse("max_grad_norm", concat("clipping by the last step's norm (", frontend().option("clip_by", "last_norm"),
+                                   "), or none, or inf, which only measures it"));
+  }
+  if (loss_scale > 0) refuse("a scaler", "weights that need none, in bf16 or fp32");
 }
 
 std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> groups, const StepOptions& options,
@@ -207,8 +254,9 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     step.reader = std::exchange(block->reader, nullptr);
     if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
-  const auto run = std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, loss_scale,
-                                             blocks_, nodes_, ++turn_);
+  const auto run =
+      std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, loss_scale, blocks_,
+                                nodes_, ++turn_, at_once(), options.clips_by_last_norm ? last_norm_ : std::nullopt);
   runs_.push_back(run);
   run->start();
   return run;
@@ -275,6 +323,7 @@ void ModelOptimizer::finish() {
     if (block->state.block->settle()) block->state.block->repoint();
   }
   restart_masters();
+  if (disk_) disk_->raise();
 }
 
 void ModelOptimizer::drop_gradients() {
@@ -291,8 +340,12 @@ ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperpara
       if (block->optimizer.group(i) >= 0) bytes.parameters += parameters[i].tensor.numel();
     }
     bytes.remainders += block->optimizer.remainder_bytes();
-    bytes.moments += block->optimizer.moment_bytes(groups);
+    const bool is_on_disk = block->optimizer.states().tier() != nullptr;
+    (is_on_disk ? bytes.moments_on_disk : bytes.moments) += block->optimizer.moment_bytes(groups);
   }
+  const int64_t window_bytes = std::min(bytes.moments_on_disk, division_.window_bytes);
+  bytes.moments += window_bytes;
+  bytes.moments_on_disk -= window_bytes;
   return bytes;
 }
 

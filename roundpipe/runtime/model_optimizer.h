@@ -10,6 +10,8 @@
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/pipeline.h>
 #include <roundpipe/runtime/step/step_run.h>
+#include <roundpipe/storage/disk_options.h>
+#include <roundpipe/storage/division.h>
 
 namespace roundpipe::runtime {
 
@@ -28,19 +30,31 @@ class ModelOptimizer {
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                  optim::StateFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
 
+  // Keeps what memory has no room for on a disk, from the first step on; see storage::divide. `groups`: what they will
+  // be then. Throws what storage::divide and storage::DiskTier do. REQUIRES: no step has been made.
+  void keep_moments_on(const DiskOptions& disk, const std::vector<optim::Hyperparameters>& groups);
+  // Null: all are in memory.
+  const std::shared_ptr<storage::DiskTier>& disk_tier() const { return disk_; }
+
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group, and
   // `loss_scale` is that of the losses, see StepRun: `options.scaler` is not looked at. At most
   // two steps are in progress, so it may wait for one unless make_room() has. Throws the error of an earlier step or
-  // call, or std::invalid_argument if the user has written to weights that a step in progress replaces; then no step
-  // has been started. With several nodes, the error of a call is thrown after a step that tells the other nodes.
+  // call, or std::invalid_argument if the user has written to weights that a step in progress replaces, or if gradients
+  // are used at once (ModelState::gradient_room) and the step needs all of them; then no step has been started. With
+  // several nodes, the error of a call is thrown after a step that tells the other nodes.
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                 double loss_scale = 0);
 
   // Lets the state have what the user has written to parameters since the last step, as the next step would.
   void take_writes();
 
+  // The norm of the gradients of the last step that has been waited for, for the next one that clips by it; none: it
+  // was not measured.
+  std::optional<double> last_norm() const { return last_norm_; }
+  void set_last_norm(std::optional<double> norm) { last_norm_ = norm; }
+
   // Waits for all steps and lets calls read the newest weights. Values that the user has assigned since (`.data =`)
-  // stay. Throws the error of a step.
+  // stay. Throws the error of a step, or of writing to a disk, see DiskTier::raise.
   void finish();
 
   // Waits until a step can be started without waiting. Throws the error of an earlier step.
@@ -89,6 +103,7 @@ class ModelOptimizer {
     int64_t weights_and_gradients = 0;
     int64_t remainders = 0;
     int64_t moments = 0;
+    int64_t moments_on_disk = 0;  // beyond those
   };
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
   // The same with the hyperparameters of the latest step or, before it, of set_groups().
@@ -127,6 +142,8 @@ class ModelOptimizer {
   // Of parameters that the user has written to, where the newest weights have what is written.
   void restart_masters();
   void reap(size_t at_most);
+  bool at_once() const;
+  void check_at_once(const StepOptions& options, double loss_scale) const;
   std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                     double loss_scale, const std::exception_ptr& failure);
 
@@ -134,9 +151,12 @@ class ModelOptimizer {
   const std::shared_ptr<cluster::Nodes> nodes_;
   const std::shared_ptr<Blocks> blocks_;
   std::unordered_map<const c10::TensorImpl*, Place> places_;
-  uint64_t turn_ = 0;  // steps begun
+  std::shared_ptr<storage::DiskTier> disk_;  // null: all state is in memory
+  storage::Division division_;               // by block, if there is a disk
+  uint64_t turn_ = 0;                        // steps begun
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
+  std::optional<double> last_norm_;
 };
 
 }  // namespace roundpipe::runtime

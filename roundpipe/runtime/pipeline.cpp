@@ -39,6 +39,7 @@ Pipeline::Pipeline(std::string name, std::vector<std::unique_ptr<Layer>> layers,
 }
 
 Pipeline::~Pipeline() {
+  if (model_->gradient_room) model_->gradient_room->open();
   active_.clear();
   last_call_.reset();
   memory::HostArena::trim_values();
@@ -280,6 +281,16 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
   return outputs;
 }
 
+namespace {
+
+[[noreturn]] void refuse_at_once(const char* why) {
+  throw std::invalid_argument(concat("[forward_backward] ", why,
+                                     ", and the optimizer's gradients are used at once, expected a step after each "
+                                     "forward_backward; make the optimizer without that option to keep gradients"));
+}
+
+}  // namespace
+
 std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>& inputs,
                                                       const std::vector<Values>& labels, std::shared_ptr<Loss> loss,
                                                       bool keep_outputs, RunOptions options, CallTerms terms) {
@@ -292,6 +303,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
+  if (model_->gradient_room && gradients_.any()) refuse_at_once("the gradients of the call before are still here");
   const CallPtr before = last_call_;
   const CallPtr call = begin_call(std::move(options), std::move(terms), *engine);
   call->loss = std::move(loss);
@@ -304,6 +316,8 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
     for (const at::Tensor& tensor : values.tensors) call->input_gradients |= tensor.requires_grad();
   }
   call->keeps_caller = call->terms.keeps_caller || may_draw_on_cards(*call, *engine);
+  if (model_->gradient_room && (call->keeps_caller || call->input_gradients))
+    refuse_at_once("this call ends with its backward, before a step can begin");
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
     call->labels = std::make_shared<const std::vector<Values>>(taken_over(labels, pinned));
@@ -392,6 +406,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   require_engine();
   require_callers_thread();
   require_parameters("backward");
+  if (model_->gradient_room) refuse_at_once("this backward ends before a step can begin");
   // An earlier backward of the same graph still uses the state that the next one sets up.
   wait_or_abort(call->finished(), call);
   raise_pending();
@@ -562,6 +577,13 @@ void Pipeline::keep_gradients_in_fp32() {
   drain();
   gradients_.drop();
   for (BlockState& block : model_->blocks) block.keep_gradients_in_fp32();
+}
+
+void Pipeline::bound_gradients(bool is_bounded) {
+  if (!is_bounded && !model_->gradient_room) return;
+  drain();
+  gradients_.drop();
+  model_->bound_gradients(is_bounded);
 }
 
 void Pipeline::expose() {

@@ -242,7 +242,7 @@ void open_gradients(Call& call, const Plan& plan) {
       call.tied_sums[block] =
           std::make_unique<memory::TiedSum>(result, base, layout, state.gradient_buffers, sharers, std::move(ends));
     } else if (const int count = parts_of(state, plan, parts); count > 1) {
-      state.sum_buffers->keep(static_cast<size_t>(count));
+      if (!model.gradient_room) state.sum_buffers->keep(static_cast<size_t>(count));
       call.block_sums[block] =
           std::make_unique<BlockSum>(BlockSum::Target{result, state.tied() ? base : nullptr, layout,
                                                       state.gradient_buffers, state.sum_layout, state.sum_buffers},

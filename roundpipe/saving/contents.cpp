@@ -144,6 +144,7 @@ Contents::SnapshotState Contents::take_snapshot() {
     state.counters[places_.at({entry.block, entry.parameter}).name] = {
         {"step", scalars.step}, {"mu_product", scalars.mu_product}, {"eta", scalars.eta}, {"mu", scalars.mu}};
   }
+  state.last_norm = snapshot_->last_norm();
   return state;
 }
 

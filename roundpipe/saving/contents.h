@@ -103,6 +103,7 @@ class Contents {
   struct SnapshotState {
     nlohmann::ordered_json counters = nlohmann::ordered_json::object();
     nlohmann::ordered_json strides = nlohmann::ordered_json::object();  // of weights that are not contiguous
+    std::optional<double> last_norm;                                    // see ModelOptimizer::last_norm
   };
   // Waits until the snapshot can be written, and adds its tensors. Throws the error of a step: there is no state then.
   // Not on the caller's thread.

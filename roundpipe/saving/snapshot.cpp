@@ -1,6 +1,8 @@
 #include <roundpipe/saving/snapshot.h>
 
 #include <algorithm>
+#include <cmath>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -14,6 +16,15 @@
 namespace roundpipe::saving {
 
 using runtime::ModelOptimizer;
+
+namespace {
+
+// Those of a state on the disk are not in the piece.
+const at::Tensor& values_of(const Snapshot::Piece& piece, optim::BlockStates::Hold& states) {
+  return piece.tensor.is_meta() ? states[piece.parameter].tensors[piece.moment] : piece.tensor;
+}
+
+}  // namespace
 
 // Stands at one block. Holds the snapshot weakly: one that is dropped is written by nobody.
 class Snapshot::Reader final : public runtime::StateReader {
@@ -37,7 +48,11 @@ class Snapshot::Reader final : public runtime::StateReader {
 
 Snapshot::Snapshot(ModelOptimizer& optimizer, std::shared_ptr<SnapshotMemory> memory, std::shared_ptr<const void> owner,
                    bool with_weights)
-    : memory_(std::move(memory)), owner_(std::move(owner)), with_weights_(with_weights), step_(optimizer.last_step()) {
+    : memory_(std::move(memory)),
+      owner_(std::move(owner)),
+      with_weights_(with_weights),
+      step_(optimizer.last_step()),
+      last_norm_(optimizer.last_norm()) {
   for (size_t index = 0; index < optimizer.block_count(); ++index) {
     const ModelOptimizer::BlockContents contents = optimizer.contents(index);
     if (contents.optimizer->trains_any()) blocks_.push_back({index, contents});
@@ -81,7 +96,7 @@ void Snapshot::freeze_state(Unit& unit) {
     if (block.contents.optimizer->group(i) < 0) continue;
     const at::Tensor& remainder = block.contents.optimizer->remainder(i);
     if (remainder.defined()) unit.pieces.push_back({Part::kRemainder, block.index, i, 0, remainder});
-    const optim::ParameterState& state = block.contents.optimizer->state(i);
+    const optim::ParameterState& state = block.contents.optimizer->states()[i];
     for (size_t m = 0; m < state.tensors.size(); ++m) {
       unit.pieces.push_back({Part::kMoment, block.index, i, m, state.tensors[m]});
     }
@@ -95,7 +110,10 @@ void Snapshot::freeze_state(Unit& unit) {
 }
 
 void Snapshot::wait_ready() {
-  if (step_) step_->finished()->wait();
+  if (step_) {
+    step_->finished()->wait();
+    if (step_->measures_late() && std::isfinite(step_->norm())) last_norm_ = step_->norm();
+  }
   for (const Block& block : blocks_) {
     block.contents.newest->published->wait();
     if (block.contents.gradients) block.contents.gradients->landed->wait();
@@ -168,7 +186,8 @@ void Snapshot::copy(Unit& unit) noexcept {
   const at::NoGradGuard no_grad;
   std::exception_ptr error;
   try {
-    for (Piece& piece : unit.pieces) piece.tensor = piece.tensor.clone();
+    optim::BlockStates::Hold states = blocks_[unit.block].contents.optimizer->states().hold();
+    for (Piece& piece : unit.pieces) piece.tensor = values_of(piece, states).clone();
   } catch (...) {
     error = std::current_exception();
   }
@@ -218,8 +237,11 @@ void Snapshot::work(const Sink& sink) noexcept {
       unit->stage = Stage::kWriting;
     }
     try {
+      std::optional<optim::BlockStates::Hold> states;
       for (size_t i = 0; i < unit->pieces.size(); ++i) {
-        sink(unit->first + i, unit->pieces[i].tensor);
+        const Piece& piece = unit->pieces[i];
+        if (piece.tensor.is_meta() && !states) states.emplace(blocks_[unit->block].contents.optimizer->states().hold());
+        sink(unit->first + i, states ? values_of(piece, *states) : piece.tensor);
         const MutexLock lock(mutex_);
         if (error_) break;
       }

@@ -3,6 +3,7 @@
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -60,6 +61,8 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   // In a fixed order. Their tensors are the reader's to look at, not to read. REQUIRES: wait_ready() has returned.
   const std::vector<Piece>& pieces() const { return pieces_; }
   const std::vector<Counters>& counters() const { return counters_; }
+  // See ModelOptimizer::last_norm. REQUIRES: wait_ready() has returned.
+  std::optional<double> last_norm() const { return last_norm_; }
 
   // Calls `sink` with the index of each piece and its tensor, from `threads` threads, and returns when all are done.
   // Rethrows the first error of a sink; the rest is given up then. REQUIRES: wait_ready() has returned.
@@ -119,6 +122,7 @@ class Snapshot : public std::enable_shared_from_this<Snapshot> {
   std::vector<std::unique_ptr<Unit>> units_;      // constant; those of the step before first, in both by block
   std::vector<Piece> pieces_;                     // made by wait_ready()
   std::vector<Counters> counters_;
+  std::optional<double> last_norm_;  // set by wait_ready() if the last step has measured it
   Mutex mutex_;
   Condition changed_;
   std::exception_ptr error_ ROUNDPIPE_GUARDED_BY(mutex_);

@@ -305,6 +305,7 @@ void check_state(const json& state, StateKind kind, const saving::StoredSection&
                             ? state.contains("ranges")
                             : state.contains("optimizer") && state.at("optimizer").at("moments") != kMomentsOfTorch;
   if (is_fused || state.contains("counters")) check.counters(state);
+  if (state.contains("last_norm")) check.number(state, "last_norm");
   if (state.contains("loss_counts")) check.loss_counts(state);
   if (kind == StateKind::kRank && state.contains("ranges")) check.ranges(state);
 }

@@ -44,6 +44,17 @@ void StateReads::take(const std::string& name, const std::string& kind, const at
                       const at::Tensor& like, const std::optional<ElementsOf>& range) {
   const std::string key = concat(name, "/", kind);
   stored_.parts_of(key);
+  if (!range && stored_.nodes() == 1 && in_parts_) {
+    const saving::StoredTensor& stored = stored_.parts_of(key).front().tensor;
+    if (target.is_contiguous()) {
+      ranges_[stored.file].push_back({key, 0, target.view(-1)});
+      return;
+    }
+    const at::Tensor ordered = at::empty(target.sizes(), target.options());
+    ranges_[stored.file].push_back({key, 0, ordered.view(-1)});
+    afterwards_.emplace_back([target, ordered] { target.copy_(ordered); });
+    return;
+  }
   if (!range && stored_.nodes() == 1) {
     whole_tensors_.emplace_back(key, target);
     return;
@@ -144,7 +155,7 @@ void StateReads::read() {
   }
   StoredCheckpoint::FileDestinations streamed;
   for (const auto& [file, ranges] : ranges_) {
-    const bool is_whole = std::ranges::all_of(ranges, [&, &file = file](const saving::Range& range) {
+    const bool is_whole = !in_parts_ && std::ranges::all_of(ranges, [&, &file = file](const saving::Range& range) {
       return range.first == 0 && range.tensor.numel() == parts.at({file, range.name})->count();
     });
     if (!is_whole) continue;

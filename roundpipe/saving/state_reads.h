@@ -23,7 +23,9 @@ at::Tensor own_elements(const at::Tensor& tensor, const std::optional<ElementsOf
 // safety: one thread.
 class StateReads {
  public:
-  explicit StateReads(const StoredCheckpoint& stored) : stored_(stored) {}
+  // `in_parts`: reads nothing but what is asked for, and verifies nothing, so that a state can be read piece by piece.
+  // Then whole_tensors() is empty.
+  explicit StateReads(const StoredCheckpoint& stored, bool in_parts = false) : stored_(stored), in_parts_(in_parts) {}
 
   // Reads the state `kind` of the parameter `name` into `target`, which has the elements of `range`, in the order of
   // memory; or, for none, in a process that loads alone, all. `like` has the parameter's shape and strides. Throws
@@ -52,6 +54,7 @@ class StateReads {
   void add(const std::string& key, const at::Tensor& flat, ElementsOf range, int64_t elements, const Unit& unit);
 
   const StoredCheckpoint& stored_;
+  const bool in_parts_;
   std::vector<std::pair<std::string, at::Tensor>> whole_tensors_;
   StoredCheckpoint::FileRanges ranges_;
   std::vector<std::function<void()>> afterwards_;

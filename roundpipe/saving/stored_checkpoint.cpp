@@ -129,6 +129,12 @@ const json* StoredCheckpoint::counters(const std::string& name) const {
   return nullptr;
 }
 
+std::optional<double> StoredCheckpoint::last_norm() const {
+  const auto norm = state(0).find("last_norm");
+  if (norm == state(0).end()) return std::nullopt;
+  return norm->get<double>();
+}
+
 std::optional<std::vector<int64_t>> StoredCheckpoint::strides(const std::string& name) const {
   const auto strides = state(0).find("strides");
   if (nodes() == 1 || strides == state(0).end() || !strides->contains(name)) return std::nullopt;

@@ -72,6 +72,8 @@ class StoredCheckpoint {
   const std::vector<Part>& parts_of(const std::string& key) const;
   // A fused optimizer's counters of a parameter; null if there are none.
   const nlohmann::json* counters(const std::string& name) const;
+  // See ModelOptimizer::last_norm.
+  std::optional<double> last_norm() const;
   // The strides of a parameter that several nodes have cut, if it was not contiguous.
   std::optional<std::vector<int64_t>> strides(const std::string& name) const;
   // The shape of a trained parameter; one dimension if the weight files have it under another name.

@@ -37,7 +37,7 @@ OptimizerMemory memory_of(const FusedRule& rule, const Parameters& parameters, c
     const auto found = groups.find(parameter.unsafeGetTensorImpl());
     return found == groups.end() ? nullptr : &options.at(found->second);
   };
-  return {rule.algorithm, rule.groups.front(), rule.format, nodes, options_of};
+  return {rule.algorithm, rule.groups.front(), rule.format, nodes, rule.disk, rule.gradients_at_once, options_of};
 }
 
 FusedSteps::HostParameters each_once(const FusedSteps::HostParameters& parameters) {
@@ -83,6 +83,7 @@ void FusedSteps::require_room(const char* where, const std::string& name, const 
       all.gradients += part.gradients;
       all.masters += part.masters;
       all.moments += part.moments;
+      all.moments_on_disk += part.moments_on_disk;
     };
     for (const auto& model : models_) add(model->memory().host_with(optimizer, rule.gradients_in_fp32));
     for (const memory::NamedTensor& parameter : host_parameters_) {
@@ -110,6 +111,11 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
     optim::check_sizes(rule.algorithm, rule.groups.at(static_cast<size_t>(group)), parameter.sizes(), name);
     optim::check_masters(rule.format.masters, parameter.scalar_type(), name);
   }
+  if (rule.gradients_at_once && (nodes || rule.gradients_in_fp32)) {
+    throw std::invalid_argument(concat("[optimizer] gradients are used at once, expected ",
+                                       nodes ? "one process, since several add theirs first"
+                                             : "none in fp32, which are there to be summed over several calls"));
+  }
   if (!host_parameters_.empty() && !host_) {
     std::vector<std::unique_ptr<runtime::Layer>> layers;
     layers.push_back(layers::make_host_parameters("host", host_parameters_));
@@ -127,12 +133,14 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
         of_block.push_back(group_of(parameter.tensor));
     }
     if (rule.gradients_in_fp32) pipeline->keep_gradients_in_fp32();
+    pipeline->bound_gradients(rule.gradients_at_once && pipeline != host_);
   }
   const OptimizerMemory memory =
       memory_of(rule, all_parameters(pipelines_, {}), group_of, nodes ? static_cast<int>(nodes->size()) : 1);
   auto made =
       std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.format, std::move(nodes));
   made->set_groups(rule.groups);
+  if (rule.disk.is_on()) made->keep_moments_on(rule.disk, rule.groups);
   for (const auto& model : models_) {
     model->memory().count(memory);
     model->pipeline()->gradients().set_shows_at_once(false);

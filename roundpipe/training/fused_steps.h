@@ -20,6 +20,8 @@ struct FusedRule {
   std::vector<optim::Hyperparameters> groups;
   optim::StateFormat format = {};
   bool gradients_in_fp32 = false;  // those of 16-bit weights, on the host
+  DiskOptions disk = {};
+  bool gradients_at_once = false;  // each is used, and its memory free, as it lands; see Pipeline::bound_gradients
 };
 
 // Steps of one or more models by a fused optimizer, which updates each block in place as soon as its gradient has

@@ -8,9 +8,11 @@
 #include <roundpipe/core/bytes.h>
 #include <roundpipe/core/error.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/memory/gradient_room.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/simulate/memory_simulator.h>
+#include <roundpipe/storage/division.h>
 
 namespace roundpipe {
 
@@ -19,15 +21,42 @@ namespace {
 // What any optimizer takes at least, while nobody knows which one it will be.
 constexpr optim::Algorithm kLeast = optim::Algorithm::kSGD;
 
+// The first change of formats that fits, the one that costs least first; `at_once`: and of how gradients are used.
+std::optional<std::string> narrower_format(OptimizerMemory optimizer, bool at_once,
+                                           const std::function<bool(const OptimizerMemory&)>& fits) {
+  std::string changes;
+  const auto change = [&](bool applies, const char* option, const char* value) {
+    if (!applies) return false;
+    changes += concat(changes.empty() ? "" : " and ", frontend().option(option, value));
+    return fits(optimizer);
+  };
+  const auto told = [&] { return concat(changes, " in the optimizer", at_once ? ", with synchronous steps" : ""); };
+  if (at_once) {
+    if (optimizer.gradients_at_once || optimizer.nodes > 1) return std::nullopt;
+    optimizer.gradients_at_once = true;
+    if (change(true, "gradients", "at_once")) return told();
+  }
+  const bool is_adam =
+      optimizer.algorithm == optim::Algorithm::kAdam || optimizer.algorithm == optim::Algorithm::kAdamW;
+  const bool has_wide_moments = optimizer.format.moments == optim::MomentFormat::kFloat32;
+  if (is_adam) optimizer.format.moments = optim::MomentFormat::kBlockwise8Bit;
+  if (change(is_adam && has_wide_moments, "moments", "8bit")) return told();
+  const bool has_wide_masters = optimizer.format.masters == optim::MasterFormat::kFloat32;
+  optimizer.format.masters = optim::MasterFormat::k24Bit;
+  if (change(has_wide_masters, "masters", "24bit")) return told();
+  return std::nullopt;
+}
+
 std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                     const std::optional<OptimizerMemory>& optimizer) {
-  const bool is_adam = optimizer && (optimizer->algorithm == optim::Algorithm::kAdam ||
-                                     optimizer->algorithm == optim::Algorithm::kAdamW);
-  const OptimizerMemory in_8bit{
-      .format = {optim::MomentFormat::kBlockwise8Bit, optimizer ? optimizer->format.masters : optim::MasterFormat()}};
-  if (is_adam && optimizer->format.moments == optim::MomentFormat::kFloat32 && predict(in_8bit).total() <= budget_bytes)
-    return concat(frontend().option("moments", "8bit"), " in the optimizer");
+  if (optimizer) {
+    for (const bool at_once : {false, true}) {
+      const std::optional<std::string> change = narrower_format(
+          *optimizer, at_once, [&](const OptimizerMemory& less) { return predict(less).total() <= budget_bytes; });
+      if (change) return *change;
+    }
+  }
   std::string raised = frontend().option("host_memory", format_bytes(wanted.total()));
   if (!optimizer)
     raised += concat(" (with AdamW ", frontend().quoted(format_bytes(predict(OptimizerMemory()).total())), ")");
@@ -76,6 +105,19 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
   simulate::HostMemory host = simulate::predict_host(sizes);
   host.masters /= optimizer.nodes;
   host.moments /= optimizer.nodes;
+  if (trains && optimizer.gradients_at_once) {
+    std::vector<int64_t> gradients;
+    for (const auto& block : sizes) gradients.push_back(simulate::predict_host(std::span(&block, 1)).gradients);
+    host.gradients = memory::gradient_room_bytes(gradients);
+  }
+  if (trains && optimizer.disk.is_on()) {
+    std::vector<int64_t> moments;
+    for (const auto& block : sizes)
+      moments.push_back(simulate::predict_host(std::span(&block, 1)).moments / optimizer.nodes);
+    const storage::Division division = storage::divide(moments, optimizer.disk.memory_bytes);
+    host.moments_on_disk = std::max<int64_t>(host.moments - division.total_memory_bytes(), 0);
+    host.moments -= host.moments_on_disk;
+  }
   return host;
 }
 

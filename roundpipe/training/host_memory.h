@@ -10,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <roundpipe/optim/hyperparameters.h>
+#include <roundpipe/storage/disk_options.h>
 #include <roundpipe/training/memory_prediction.h>
 
 namespace roundpipe {
@@ -20,6 +21,8 @@ struct OptimizerMemory {
   optim::Hyperparameters options = {};
   optim::StateFormat format = {};
   int nodes = 1;  // processes that share its state
+  DiskOptions disk = {};
+  bool gradients_at_once = false;
   // Of one parameter; null, or returns null: `options`.
   std::function<const optim::Hyperparameters*(const at::Tensor&)> options_of = nullptr;
 };

@@ -363,7 +363,11 @@ HostPrediction StepMemory::on_host(const StepShape& step, RecomputeGrain grain, 
   const int64_t labels = step.microbatches * step.label_bytes();
   // The weights that the step's jobs have read, beside their successors; values that no job has to read again, and the
   // gradients of values; labels.
-  if (step.options.fault_tolerant) host.kept_for_failures += host.gradients + 2 * host.values + labels;
+  if (step.options.fault_tolerant) {
+    for (const runtime::BlockState& block : pipeline_.model().blocks)
+      host.kept_for_failures += block.trainable() ? block.block->layout().size_bytes : 0;
+    host.kept_for_failures += 2 * host.values + labels;
+  }
   if (step.options.verify_every > 0 && step.trains()) {
     // The same of one job, and the results of its second run until they are compared.
     const int64_t stage =

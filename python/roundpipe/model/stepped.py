@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from roundpipe.model.step.fused_optimizer import BoundOptimizer, Step
 
 
-_OF_AN_OPTIMIZER = ("scaler", "max_grad_norm", "lr_scheduler")  # the arguments of its step
+_OF_AN_OPTIMIZER = ("scaler", "max_grad_norm", "lr_scheduler", "clip_by")  # the arguments of its step
 
 
 class SteppedModel(ModelFacade):
@@ -44,6 +44,7 @@ class SteppedModel(ModelFacade):
         *,
         scaler: GradScaler | None = ...,
         max_grad_norm: float | None = ...,
+        clip_by: Literal["norm", "last_norm"] = ...,
         lr_scheduler: Any = ...,
     ) -> Step: ...
 
@@ -71,8 +72,9 @@ class SteppedModel(ModelFacade):
             **kwargs: for `step_fn`. An optimizer takes any of these: `scaler`, the `roundpipe.GradScaler` that scaled
                 the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
                 `max_grad_norm`: scales gradients down to this norm if their norm over the whole model is larger; every
-                update then waits for all gradients. `lr_scheduler`: a torch scheduler (or several), stepped after this
-                step.
+                update then waits for all gradients. `clip_by`: "last_norm" compares the norm of the step before with
+                `max_grad_norm`, so that nothing waits, for an optimizer with `gradients="at_once"`; the first step is
+                not clipped. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
 
         Returns:
             With an optimizer, the step, with `grad_norm` and `skipped`; else None.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ import torch
 
 from roundpipe import _core
 from roundpipe.model.facade import facade_in
+from roundpipe.model.memory.budget import budget_of
 from roundpipe.model.memory.host import HostMemory
 from roundpipe.model.published_attributes import source_of_names
 from roundpipe.model.step.fused_optimizer import (
@@ -44,7 +46,13 @@ class ForModel(BoundOptimizer):
         masters: with a model: "24bit" keeps what the fp32 masters of bf16 weights have beyond them in one byte each,
             not two: masters are then rounded by chance to 24 bits, with their exact values as the mean.
         gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, to sum them over
-            several calls before a step.
+            several calls before a step. "at_once" uses each gradient as soon as it is on the host and has room for
+            those of a few layers only: each `forward_backward` is then followed by `model.step(optimizer,
+            is_async=False)`, without a scaler, and with `clip_by="last_norm"` if gradients are clipped.
+        disk: with a model: a folder on a disk that holds the moments for which there is no memory. What is written
+            there is gone with the process. The bits are the same.
+        disk_memory: with `disk`: what the moments may take of host memory, such as "20GB"; None: the least with which
+            the disk and the updates work side by side, three times the moments of the largest layer.
         **kwargs: the torch optimizer's arguments.
 
     Raises:
@@ -72,21 +80,28 @@ class ForModel(BoundOptimizer):
         moments: Moments = "float32",
         masters: Masters = "float32",
         gradients: Gradients = "weights",
+        disk: str | os.PathLike[str] | None = None,
+        disk_memory: int | str | None = None,
         **kwargs: Any,
     ) -> None:
         self.binding: _core.ModelOptimizer | None = None
         model = facade_in(params)
         formats = Formats(moments, masters, gradients)
         if model is None:
-            if groups is not None or not decay_norms_and_biases or formats != Formats():
+            if groups is not None or not decay_norms_and_biases or formats != Formats() or disk or disk_memory:
                 raise ValueError(
-                    "[optim] groups, decay_norms_and_biases, moments, masters and gradients are for a RoundPipe model, "
-                    f"and the first argument is a {type(params).__name__}; wrap the model, or give torch's parameter "
-                    "groups"
+                    "[optim] groups, decay_norms_and_biases, moments, masters, gradients and disk are for a RoundPipe "
+                    f"model, and the first argument is a {type(params).__name__}; wrap the model, or give torch's "
+                    "parameter groups"
                 )
             super().__init__(params, *args, **kwargs)
             return
         formats.check()
+        if disk is None and disk_memory is not None:
+            raise ValueError("[optim] disk_memory is given without disk; name a folder on a disk as well")
+        self.disk = _core.DiskOptions(
+            "" if disk is None else os.fspath(disk), budget_of(disk_memory, "disk_memory") or 0
+        )
         named = model._step_group.models.trainable_parameters()
         if not named:
             raise ValueError("[optim] the model has no trainable parameter; set requires_grad of what is to be trained")
@@ -133,7 +148,7 @@ class ForModel(BoundOptimizer):
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
         size = self.binding.host_bytes(self.core_groups())
-        return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments)
+        return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments, size.moments_on_disk)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; for a model, the gradients that no step has consumed yet, without waiting."""
@@ -155,7 +170,8 @@ class ForModel(BoundOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's layout. For a model's 16-bit parameters it also holds the difference between fp32 master
         and weight ("master_remainder") or the master itself ("master"), so that a run resumes exactly. As in torch, the
-        tensors are the ones in use: copy them before the next step, or save them at once.
+        tensors are the ones in use: copy them before the next step, or save them at once. What is on a disk is copied
+        into memory, all of it; `roundpipe.save_checkpoint` needs no room for that.
 
         Raises:
             ValueError: several nodes have the state together.
@@ -178,6 +194,8 @@ class ForModel(BoundOptimizer):
                 if not entry:
                     del self.state[parameter]
         packed = super().state_dict()
+        if self.binding.last_norm is not None:
+            packed["last_norm"] = self.binding.last_norm
         self.state = defaultdict(dict)
         return packed
 
@@ -214,9 +232,8 @@ class ForModel(BoundOptimizer):
         with torch.no_grad():
             # Replaces states one by one, so that memory never holds two whole states.
             for parameter, hyper in hypers.items():
-                kept, remainder = self.binding.state(parameter)
-                kept.tensors = []
-                kept.scalars, kept.tensors = self._unpacked(parameter, states[parameter], hyper)
+                self.binding.set_state(parameter, *self._unpacked(parameter, states[parameter], hyper))
+                _, remainder = self.binding.state(parameter)
                 if remainder is None:
                     continue
                 name = _REMAINDERS[remainder.dtype]
@@ -224,6 +241,7 @@ class ForModel(BoundOptimizer):
                     self._load_remainder(states[parameter][name], remainder)
                 else:
                     self.binding.restart_master(parameter)
+        self.binding.last_norm = state_dict.get("last_norm")
         self.binding.accept_weights()
 
     @staticmethod

@@ -28,28 +28,43 @@ def plan(options: PlanOptions) -> None:
     roundpipe plan qwen3-32b --devices 4 --memory 24GB
     roundpipe plan llama3.1-8b --mode sync --compare all
     roundpipe plan llama3.1-8b --nodes 1,2,4 --network 10Gb/s
-    roundpipe plan --measure machine.toml
+    roundpipe plan --measure machine.toml --disk /nvme/scratch
 
     The predicted memory is that of bf16 weights, fp32 masters and the optimizer's moments on the host, and fused
     attention. --measure takes some seconds for each device, on which nothing else should run meanwhile; of a virtual
     device, it measures what the host's memory and cores give, or the caps in ROUNDPIPE_DEVICES.
     """
     if options.measure is not None:
-        _measure(options.measure, options.model)
+        _measure(options.measure, options.model, options.disk)
     if options.model is not None:
         _Report(options).show()
 
 
-def _measure(path: Path, model: str | None) -> None:
+def _measure(path: Path, model: str | None, disk: str | None) -> None:
+    import dataclasses
+
     import roundpipe
+    from roundpipe.plan import machine
     from roundpipe.plan.costs import load
     from roundpipe.plan.measure import measure
     from roundpipe.plan.model_folder import is_model
 
     if model is not None and not is_model(model):
         load(model)  # a mistake is named before anything is measured
-    measure(roundpipe.devices(None), say=lambda what: typer.echo(f"measuring {what}", err=True)).save(path)
+
+    def say(what: str) -> None:
+        typer.echo(f"measuring {what}", err=True)
+
+    found = measure(roundpipe.devices(None), say=say)
+    if disk is not None:
+        say(f"the disk of {disk}, which is written {2 * _DISK_GB:g} GB")
+        found = dataclasses.replace(found, disk=machine.measure_disk(disk, _DISK_GB))
+    found.save(path)
     typer.echo(f"wrote {path}", err=True)
+
+
+# Of a disk that is measured: enough to pass its own cache of writes.
+_DISK_GB = 16.0
 
 
 class _Report:
@@ -68,6 +83,7 @@ class _Report:
         training = options.mode != "inference"
         self._more = choose_with_more_groups(self._request, self._choices[0]) if training else None
         self._memory = _MemoryReport(self._planned) if training else None
+        self._disk = self._planned.disk if training else None
         self._schedules: list[Prediction | Impossible] = []
         self._nodes: list[NodesPrediction] = []
         if self._network is not None:
@@ -105,6 +121,8 @@ class _Report:
         document = options.document(self._request) | self._choice()
         if self._memory is not None:
             document["memory"] = self._memory.document()
+        if self._disk is not None:
+            document["disk"] = self._disk.document()
         if options.compare is not None:
             document["schedules"] = [result.document() for result in self._schedules]
         if self._network is not None:
@@ -136,6 +154,8 @@ class _Report:
         _print_choice(self._title, self._choice(), self._planned.shapes)
         for line in [] if self._memory is None else self._memory.lines():
             typer.echo(line)
+        if self._disk is not None:
+            typer.echo(self._disk.line())
         if self._options.compare is not None:
             print_schedules(self._schedules)
         if self._network is not None:

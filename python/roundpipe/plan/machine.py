@@ -13,6 +13,9 @@ bandwidth has to be given here or as an option:
     update_gb_per_s = 3.5      # weights that the host's optimizer updates while the links rest
     network_gb_per_s = 1.25    # of a node, in each direction at once: 10 Gb/s
     network_latency_ms = 0.5   # of a collective among the nodes, besides its bytes
+    disk_write_gb_per_s = 3.0  # of the disk for moments, while nothing is read
+    disk_read_gb_per_s = 6.0   # while nothing is written
+    disk_both_gb_per_s = 2.4   # that are read, and as many that are written beside them
 
     [[devices]]
     count = 2
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
 SCHEMA = "roundpipe-machine"
 VERSION = 1
 
+_DISK = ("disk_write_gb_per_s", "disk_read_gb_per_s", "disk_both_gb_per_s")
 _NETWORK = ("network_gb_per_s", "network_latency_ms")
 
 
@@ -60,6 +64,7 @@ class Machine:
         network_gb_per_s: of a node, in each direction at once; 0 = infinite, None = not given.
         network_latency_ms: of a collective among nodes, besides its bytes; None = not given.
         card: of a device of speed 1; None = not given.
+        disk: bandwidths in GB/s of the disk for moments, by field name; empty = not given.
     """
 
     name: str
@@ -69,6 +74,7 @@ class Machine:
     network_gb_per_s: float | None = None
     network_latency_ms: float | None = None
     card: Card | None = None
+    disk: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def costs(self, costs: CostSet) -> CostSet:
         """These costs on this machine."""
@@ -79,6 +85,7 @@ class Machine:
         lines = [f'schema = "{SCHEMA}"', f"version = {VERSION}", f"name = {json.dumps(self.name)}"]
         lines += [f"{name} = {rate!r}" for name, rate in self.rates.items()]
         lines.append(f"update_gb_per_s = {self.update_gb_per_s!r}")
+        lines += [f"{name} = {rate!r}" for name, rate in self.disk.items()]
         network = {name: getattr(self, name) for name in _NETWORK}
         lines += [f"{name} = {value!r}" for name, value in network.items() if value is not None]
         for (speed, memory_bytes), alike in itertools.groupby(self.devices):
@@ -94,6 +101,16 @@ class Machine:
             ValueError: the file cannot be written.
         """
         write_text(Path(path), self.text())
+
+
+def measure_disk(folder: str, gb: float) -> dict[str, float]:
+    """What the disk of `folder` reaches, by field name of a machine file; it is written 2 x `gb` GB.
+
+    Raises:
+        RuntimeError: the disk does not take them.
+    """
+    speed = _core.measure_disk(folder, int(gb * 1e9))
+    return {name: float(f"{getattr(speed, name.removeprefix('disk_')):.4g}") for name in _DISK}
 
 
 def measured(model: RunRecords) -> Machine:
@@ -141,7 +158,7 @@ def load(path: str | Path) -> Machine:
         fields = object_of(
             read_toml(path, "machine", "a machine file"),
             str(path),
-            ("schema", "version", "name", "devices", "update_gb_per_s", "card", *_NETWORK, *RATES),
+            ("schema", "version", "name", "devices", "update_gb_per_s", "card", *_NETWORK, *_DISK, *RATES),
         )
         if fields.get("schema") != SCHEMA or type(fields.get("version")) is not int or fields["version"] != VERSION:
             raise ValueError(f"[costs] {path} has no schema '{SCHEMA}' of version {VERSION}")
@@ -159,6 +176,7 @@ def load(path: str | Path) -> Machine:
             network_gb_per_s=None if bandwidth is None else rate_of(bandwidth, "network_gb_per_s"),
             network_latency_ms=None if latency is None else milliseconds_of(latency, "network_latency_ms"),
             card=cards.parse(fields["card"]) if "card" in fields else None,
+            disk={name: rate_of(fields[name], name) for name in _DISK if name in fields},
         )
     except ValueError as error:
         raise ValueError(str(error).replace("[costs]", "[machine]", 1)) from None

@@ -216,6 +216,35 @@ class PlanOptions:
     ] = "adamw"
     moments: Annotated[str, typer.Option(help="Of adam and adamw: fp32 or 8bit.")] = "fp32"
     masters: Annotated[str, typer.Option(help="Of bf16 weights: fp32 or 24bit.")] = "fp32"
+    disk: Annotated[
+        str | None,
+        typer.Option(
+            help="For a model: plan for a training with this --disk, whose rates --machine has. --measure measures "
+            "them.",
+            show_default=False,
+        ),
+    ] = None
+    disk_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="With --disk: what moments may still take of memory (default: the least at full speed).",
+            show_default=False,
+        ),
+    ] = None
+    disk_endurance: Annotated[
+        str | None,
+        typer.Option(
+            help="With --disk: what the disk is rated to be written in its life (TBW), such as 600TB.",
+            show_default=False,
+        ),
+    ] = None
+    gradients_at_once: Annotated[
+        bool,
+        typer.Option(
+            "--gradients-at-once",
+            help="For a model, with --mode sync: gradients are used as they come, in room for a few layers' only.",
+        ),
+    ] = False
     links: Annotated[
         bool,
         typer.Option("--links", help="Simulate every byte over the cost file's links, not a fixed hop latency."),
@@ -296,7 +325,8 @@ class PlanOptions:
                     "does without"
                 )
             self.refuse(
-                (field.name for field in dataclasses.fields(self) if field.name not in ("model", "measure")), "a MODEL"
+                (field.name for field in dataclasses.fields(self) if field.name not in ("model", "measure", "disk")),
+                "a MODEL",
             )
         require(self.machine is None or self.measure is None, "machine", self.machine, "it without --measure")
         self._check_sizes()
@@ -319,6 +349,8 @@ class PlanOptions:
                 "masters",
                 "keep",
                 "gradient_groups",
+                "disk",
+                "gradients_at_once",
                 "update_rate",
                 "nodes",
                 "compare",
@@ -353,6 +385,8 @@ class PlanOptions:
         if self.moments == "8bit":
             require(self.optimizer in WITH_8BIT, "moments", self.moments, f"fp32 for {self.optimizer}")
         require(self.masters in ("fp32", "24bit"), "masters", self.masters, "fp32 or 24bit")
+        if self.mode != "sync" or self.nodes is not None:
+            self.refuse(["gradients_at_once"], "--mode sync, and without --nodes")
         require(self.tflops is None or _is_rate(self.tflops), "tflops", self.tflops, _RATES_EXPECTED)
         if self.tflops is not None:
             self.refuse(["card", "products"], "no --tflops")
@@ -361,6 +395,11 @@ class PlanOptions:
             self.refuse(["products"], "--card or --machine")
 
     def _check_bytes(self) -> None:
+        if self.disk is None:
+            self.refuse(["disk_memory", "disk_endurance"], "--disk")
+        elif self.measure is None:
+            require(bool(self.disk_gb_per_s()), "disk", self.disk, "--measure, or disk_both_gb_per_s in --machine")
+        self.disk_endurance_bytes()
         rate_ok = self.update_rate == 0 or _is_rate(self.update_rate)
         require(rate_ok, "update-rate", self.update_rate, f"0 (no limit), or {_RATES_EXPECTED}")
         if not self.counts_bytes:
@@ -396,9 +435,29 @@ class PlanOptions:
     @property
     def rule(self) -> UpdateRule:
         """The optimizer, which takes and moves memory of the host."""
+        from roundpipe import _core
         from roundpipe.model.memory.budget import UpdateRule
 
-        return UpdateRule(self.optimizer, self.moments, masters=self.masters)
+        memory = 0 if self.disk_memory is None else _core.parse_bytes(self.disk_memory)
+        return UpdateRule(
+            self.optimizer,
+            self.moments,
+            masters=self.masters,
+            disk=self.disk or "",
+            disk_memory=memory,
+            gradients_at_once=self.gradients_at_once,
+        )
+
+    def disk_gb_per_s(self) -> float:
+        """What the disk for moments reads, and as much that it writes beside that; 0: there is none."""
+        machine = None if self.disk is None else self.machine_file()
+        return 0.0 if machine is None else machine.disk.get("disk_both_gb_per_s", 0.0)
+
+    def disk_endurance_bytes(self) -> int | None:
+        """What the disk may be written in its life; None: not given."""
+        from roundpipe import _core
+
+        return None if self.disk_endurance is None else _core.parse_bytes(self.disk_endurance)
 
     def compared(self) -> list[str]:
         """The names in `--compare`."""

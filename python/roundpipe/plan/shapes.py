@@ -86,6 +86,11 @@ class ModelShapes:
     model: nn.Module
     arithmetic: str
 
+    @property
+    def trained_bytes(self) -> int:
+        """Of the weights that a step updates."""
+        return sum(parameter.nbytes for parameter in self.model.parameters() if parameter.requires_grad)
+
     def host(self, rule: UpdateRule = ADAM, values: int = 0) -> HostPrediction:
         """The model's host memory; see `predict_unloaded`."""
         return dataclasses.replace(predict_unloaded(self.model, rule), values=values)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from roundpipe import _core
-from roundpipe.model.memory.budget import HostPrediction, UpdateRule
+from roundpipe.model.memory.budget import HostPrediction, UpdateRule, predict_host
 from roundpipe.ops.functional import Arithmetic
 from roundpipe.plan import fit as fitting
 from roundpipe.plan.costs import CostSet, load
@@ -29,6 +29,56 @@ _MORE_MEMORY = (1.0, 1.1, 1.5)
 
 
 @dataclass(frozen=True)
+class DiskUse:
+    """What a step does to the disk that holds moments.
+
+    Attributes:
+        folder: on the disk.
+        step_bytes: that are read in a step, and written again.
+        gb_per_s: that the disk reads, and as many that it writes beside them.
+        step_ms: of the step.
+        endurance_bytes: what the disk is rated to be written; None: not given.
+    """
+
+    folder: str
+    step_bytes: int
+    gb_per_s: float
+    step_ms: float
+    endurance_bytes: int | None
+
+    @property
+    def ms(self) -> float:
+        """How long the disk is busy in a step."""
+        return self.step_bytes / self.gb_per_s / 1e6 if self.step_bytes else 0.0
+
+    @property
+    def days(self) -> float | None:
+        """Until it has been written as much as it is rated for; None: that is not given, or nothing is written."""
+        if self.endurance_bytes is None or not self.step_bytes:
+            return None
+        return _core.days_of_disk(self.endurance_bytes, self.step_bytes, self.step_ms)
+
+    def document(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {
+            "folder": self.folder,
+            "predicted_step_bytes": self.step_bytes,
+            "gb_per_s": self.gb_per_s,
+            "predicted_busy_ms": self.ms,
+            "endurance_bytes": self.endurance_bytes,
+            "predicted_days": self.days,
+        }
+
+    def line(self) -> str:
+        """One line of the report."""
+        line = (
+            f"disk (predicted): {sized(self.step_bytes)} read and {sized(self.step_bytes)} written a step, busy for "
+            f"{self.ms:,.1f} of {self.step_ms:,.1f} ms"
+        )
+        return line if self.days is None else f"{line}; worn out after {self.days:,.0f} days of training"
+
+
+@dataclass(frozen=True)
 class Planned:
     """A plan and its memory.
 
@@ -37,6 +87,7 @@ class Planned:
         host: with what a step has there.
         shapes: of a model's folder; None for costs.
         unknown: what the prediction omits; empty: nothing.
+        disk: None without one.
     """
 
     options: PlanOptions
@@ -45,6 +96,7 @@ class Planned:
     host: HostPrediction
     shapes: ModelShapes | None
     unknown: str
+    disk: DiskUse | None = None
 
     @property
     def host_fits(self) -> bool:
@@ -62,7 +114,9 @@ class Planned:
             return f"{_enough(self.fit.device.needed)} on a device of {sized(self.fit.memory)}"
         for changes in _changes(self):
             if plan_within_memory(dataclasses.replace(self.options, **changes)).fits:
-                return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in changes.items())
+                options = [f"--{name.replace('_', '-')}" for name in changes]
+                given = zip(options, changes.values(), strict=True)
+                return " ".join(option if value is True else f"{option} {value}" for option, value in given)
         return None
 
 
@@ -93,6 +147,11 @@ def _plan(options: PlanOptions) -> Planned:
         layers = fitting.layers_of_costs(costs)
         host = _host_of_costs(costs, options.rule)
     request = options.request(costs)
+    disk_gb_per_s = options.disk_gb_per_s()
+    trained = sum(cost.gradient_bytes for cost in costs.layers) if shapes is None else shapes.trained_bytes
+    request.update_gb_per_s = _core.update_rate_with_disk(
+        request.update_gb_per_s, disk_gb_per_s, trained, host.moments_on_disk
+    )
     memory, room = options.memory_bytes(), options.host_bytes()
     mode = _core.PlanMode.INFERENCE if options.mode == "inference" else _core.PlanMode.FUSED
     found = fitting.fit(
@@ -104,7 +163,11 @@ def _plan(options: PlanOptions) -> Planned:
     )
     host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)
     unknown = "embeddings, and what a layer holds for a moment only; costs do not say (a model's folder does)"
-    return Planned(options, request, found, host, shapes, "" if shapes is not None else unknown)
+    disk = None
+    if options.disk is not None:
+        step_ms = found.choices[0].step_ms + found.again_ms
+        disk = DiskUse(options.disk, host.moments_on_disk, disk_gb_per_s, step_ms, options.disk_endurance_bytes())
+    return Planned(options, request, found, host, shapes, "" if shapes is not None else unknown, disk)
 
 
 def _shapes(options: PlanOptions) -> ModelShapes:
@@ -126,14 +189,18 @@ def _measured(
 
 def _host_of_costs(costs: CostSet, rule: UpdateRule) -> HostPrediction:
     """Host memory of a cost file's weights, assumed to be 16-bit."""
-    weights = sum(cost.weight_bytes for cost in costs.layers)
-    gradients = sum(cost.gradient_bytes for cost in costs.layers)
-    # A square matrix of each layer's size: some rules keep less of a matrix than of a vector.
-    sides = [math.isqrt(cost.gradient_bytes // 2) for cost in costs.layers]
-    algorithm, options, format_ = rule.in_core()
-    moments = sum(_core.state_bytes(algorithm, options, format_.moments, (side, side)) for side in sides if side)
-    masters = gradients // 2 * _core.remainder_bytes(torch.bfloat16, format_.masters)
-    return HostPrediction(weights, gradients, masters, moments)
+
+    def weights(*shape: int, trained: bool) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta", requires_grad=trained)
+
+    blocks = []
+    for cost in costs.layers:
+        count = cost.gradient_bytes // 2
+        # A square matrix of each layer's size: some rules keep less of a matrix than of a vector.
+        side = math.isqrt(count)
+        blocks.append([weights(side, side, trained=True), weights(count - side * side, trained=True)])
+        blocks.append([weights(max(cost.weight_bytes // 2 - count, 0), trained=False)])
+    return predict_host(blocks, rule)
 
 
 def _fewer_microbatches(planned: Planned) -> int | None:
@@ -168,9 +235,13 @@ def _changes(planned: Planned) -> Iterator[dict[str, Any]]:
         yield from of_devices
         return
     of_device = of_devices[-1]
-    ways: list[dict[str, Any]] = [{}]
-    if options.moments == "fp32" and options.optimizer in WITH_8BIT:
-        ways.append({"moments": "8bit"})
+    narrower = {"moments": "8bit"} if options.moments == "fp32" and options.optimizer in WITH_8BIT else {}
+    narrowest = narrower | ({"masters": "24bit"} if options.masters == "fp32" else {})
+    at_once: dict[str, Any] = {}
+    if options.mode == "sync" and options.nodes is None and not options.gradients_at_once:
+        at_once = {"gradients_at_once": True}
+    ways: list[dict[str, Any]] = [{}, at_once, narrower, narrower | at_once, narrowest | at_once]
+    ways = [way for place, way in enumerate(ways) if way not in ways[:place]]
     if planned.shapes is not None and options.train != "lora":
         ways.append({"train": "lora"})
     for way in ways:

@@ -180,6 +180,8 @@ class TrainConfig:
     bad_weight: Annotated[
         float | None, _option(_RULE, "Of kto: what a bad answer counts (default: 1).", show_default=False)
     ] = None
+    clip_by: Annotated[Literal["norm", "last_norm"], _shared(_RULE, "clip_by")] = _OPTIONS["clip_by"]["default"]
+    gradients_at_once: Annotated[bool, _shared(_RULE, "gradients_at_once")] = _OPTIONS["gradients_at_once"]["default"]
     asynchronous: Annotated[bool, _shared(_RULE, "asynchronous")] = _OPTIONS["asynchronous"]["default"]
 
     evaluate_every: Annotated[
@@ -209,6 +211,8 @@ class TrainConfig:
     devices: Annotated[str | None, _shared(_MACHINE, "devices", show_default=False)] = None
     device_memory: Annotated[str | None, _shared(_MACHINE, "device_memory", show_default=False)] = None
     host_memory: Annotated[str | None, _shared(_MACHINE, "host_memory", show_default=False)] = None
+    disk: Annotated[str | None, _shared(_MACHINE, "disk", show_default=False)] = None
+    disk_memory: Annotated[str | None, _shared(_MACHINE, "disk_memory", show_default=False)] = None
     microbatches: Annotated[int | None, _shared(_MACHINE, "microbatches", show_default=False)] = None
     recompute_by_layer: Annotated[bool, _shared(_MACHINE, "recompute_by_layer")] = _OPTIONS["recompute_by_layer"][
         "default"

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ def dry_run(
         forecast = _forecast(config, machine, data)
         for line in _lines(config, forecast, data, machine):
             say(line)
-        for line in _disk(config, forecast, folder.path):
+        for line in _disk(config, forecast, folder.path, machine):
             say(line)
         say(_verdict(config, forecast, machine, data))
     return forecast.fits
@@ -145,16 +146,19 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     budget = None if given is None else _core.parse_bytes(given)
     of_each = [memory if budget is None else min(budget, memory or budget) for _, memory in machine.devices]
     rule = rule_of(config)
+    host = shapes.host(rule)
+    disk_gb_per_s = machine.disk.get("disk_both_gb_per_s", 0.0)
     request = Request(
         costs=costs,
         cluster=costs.cluster(len(pool), of_each),
         microbatches=microbatches,
         mode="async" if config.asynchronous else "sync",
         links=costs.cluster(len(pool), of_each, with_links=True),
-        update_gb_per_s=machine.update_gb_per_s,
+        update_gb_per_s=_core.update_rate_with_disk(
+            machine.update_gb_per_s, disk_gb_per_s, shapes.trained_bytes, host.moments_on_disk
+        ),
         update_traffic=rule.traffic(dtype),
     )
-    host = shapes.host(rule)
     room = free_host_bytes() if config.host_memory is None else _core.parse_bytes(config.host_memory)
     found = fit(request, layers, of_each, host_room=room - host.total)
     host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)
@@ -217,19 +221,28 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
     )
 
 
-def _disk(config: TrainConfig, forecast: Forecast, out: Path) -> Iterator[str]:
+def _disk(config: TrainConfig, forecast: Forecast, out: Path, machine: Machine) -> Iterator[str]:
     import shutil
 
     element = next(forecast.shapes.model.parameters()).element_size()
     result = forecast.shapes.trained * element
-    checkpoint = result + forecast.host.masters + forecast.host.moments
+    checkpoint = result + forecast.host.masters + forecast.host.moments + forecast.host.moments_on_disk
     count = 1 if config.save_every is None else config.keep + 1
-    there = next(place for place in (out, *out.absolute().parents) if place.exists())
-    free = shutil.disk_usage(there).free
+
+    def free(folder: Path) -> str:
+        there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+        return f"{_size(shutil.disk_usage(there).free)} free"
+
     yield (
-        f"disk     {_size(result + count * checkpoint)} of {_size(free)} free: the result {_size(result)}, "
+        f"disk     {_size(result + count * checkpoint)} of {free(out)}: the result {_size(result)}, "
         f"{count} x {_size(checkpoint)} for checkpoints"
     )
+    if config.disk is not None:
+        yield (
+            f"moments  {_size(forecast.host.moments_on_disk)} of {free(Path(config.disk))} in {config.disk}, read and "
+            "written in each step"
+            + ("" if machine.disk else "; how long that takes is not predicted, see roundpipe plan --measure --disk")
+        )
 
 
 def _verdict(config: TrainConfig, forecast: Forecast, machine: Machine, data: RunData) -> str:
@@ -253,14 +266,31 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
         all_rows = max(1, config.tokens_of_step // config.length)
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
-    if config.moments == "fp32" and config.optimizer in WITH_8BIT:
-        yield "--moments 8bit", dataclasses.replace(config, moments="8bit")
+    if not forecast.host_fits:
+        yield from _of_the_optimizer(config, next(forecast.shapes.model.parameters()).dtype)
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
     length = config.length if forecast.pictures is None else 0  # a shorter one leaves samples out
     while not forecast.found.fits and length // _SHORTER >= _SHORTEST:
         length //= _SHORTER
         yield f"--length {length}", dataclasses.replace(config, length=length, microbatches=None, batch_tokens=None)
+
+
+def _of_the_optimizer(config: TrainConfig, weights: torch.dtype) -> Iterator[tuple[str, TrainConfig]]:
+    """The changes with which it takes less of the host, those that keep its state exact first."""
+    at_once: dict[str, Any] = {}
+    if not config.asynchronous and not config.gradients_at_once:
+        at_once = {"gradients_at_once": True} | ({"clip_by": "last_norm"} if config.clip else {})
+    narrower = {"moments": "8bit"} if config.moments == "fp32" and config.optimizer in WITH_8BIT else {}
+    narrowest = narrower | ({"masters": "24bit"} if config.masters == "fp32" and weights == torch.bfloat16 else {})
+    tried: list[dict[str, Any]] = [{}]
+    for way in (at_once, narrower, narrower | at_once, narrowest | at_once):
+        if way in tried:
+            continue
+        tried.append(way)
+        given = {f"--{name.replace('_', '-')}": value for name, value in way.items()}
+        text = " ".join(option if value is True else f"{option} {value}" for option, value in given.items())
+        yield text, dataclasses.replace(config, **way)
 
 
 def _rows_text(rows: dict[str, int]) -> str:

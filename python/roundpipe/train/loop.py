@@ -165,6 +165,7 @@ class Training:
             self._config.asynchronous,
             scaler=scaler,
             max_grad_norm=self._config.clip or math.inf,
+            clip_by=self._config.clip_by,
             lr_scheduler=self._schedule,
         )
         mask = batch.get("attention_mask")

@@ -177,12 +177,21 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
     if budget is not None:
         refuse_host("train", base_of(config), budget, lambda rule: predict_unloaded(model, rule), rule)
     host, weights = predict_unloaded(model, rule), sum(parameter.nbytes for parameter in trained)
-    return weights, weights + host.masters + host.moments
+    return weights, weights + host.masters + host.moments + host.moments_on_disk
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:
     """The optimizer of a run, as far as its memory depends on it."""
-    return UpdateRule(config.optimizer, config.moments, config.momentum or 0.0, config.masters)
+    disk_memory = budget_of(config.disk_memory, "disk_memory") or 0
+    return UpdateRule(
+        config.optimizer,
+        config.moments,
+        config.momentum or 0.0,
+        config.masters,
+        config.disk or "",
+        disk_memory,
+        config.gradients_at_once,
+    )
 
 
 def meta_model(config: TrainConfig, causal: bool = False) -> nn.Module:

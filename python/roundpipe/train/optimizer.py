@@ -35,7 +35,16 @@ def make_optimizer(model: RoundPipe, config: TrainConfig) -> Any:
         options["adamw"] = {"betas": (beside["beta1"], beside["beta2"]), "eps": beside["eps"]}
     moments: Moments = "8bit" if config.moments == "8bit" else "float32"
     masters: Masters = "24bit" if config.masters == "24bit" else "float32"
-    return _RULES[config.optimizer](model, decay_norms_and_biases=False, moments=moments, masters=masters, **options)
+    return _RULES[config.optimizer](
+        model,
+        decay_norms_and_biases=False,
+        moments=moments,
+        masters=masters,
+        gradients="at_once" if config.gradients_at_once else "weights",
+        disk=config.disk,
+        disk_memory=config.disk_memory,
+        **options,
+    )
 
 
 def make_schedule(optimizer: Any, config: TrainConfig, steps: int) -> torch.optim.lr_scheduler.LambdaLR:

@@ -46,10 +46,11 @@ void copy_to(const at::Tensor& target, const at::Tensor& source) {
 BlockSum::BlockSum(Target target, size_t layers, int groups)
     : target_(std::move(target)), groups_(groups), sums_(layers), queues_(layers) {}
 
-bool BlockSum::add(size_t layer, schedule::Range groups, at::Tensor flat, std::vector<char> received) {
+bool BlockSum::add(size_t layer, schedule::Range groups, at::Tensor flat, std::vector<char> received,
+                   memory::GradientRoom::SharePtr share) {
   const MutexLock lock(mutex_);
   if (target_.result->landed->complete()) return false;  // the call has failed
-  queues_[layer].waiting[groups.first] = {groups.last, std::move(flat), std::move(received)};
+  queues_[layer].waiting[groups.first] = {groups.last, std::move(flat), std::move(received), std::move(share)};
   if (adding_ || !queues_[layer].is_ready()) return false;
   adding_ = true;
   return true;
@@ -78,6 +79,7 @@ bool BlockSum::fold() {
 void BlockSum::fold(Part& sum, Part part) const {
   if (!sum.flat.defined()) {
     sum = std::move(part);
+    if (sum.share) sum.share->arrived();
     return;
   }
   for (size_t i = 0; part.flat.defined() && i < part.received.size(); ++i) {
@@ -90,6 +92,8 @@ void BlockSum::fold(Part& sum, Part part) const {
       sum.received[i] = 1;
     }
   }
+  part.flat.reset();
+  if (part.share) part.share->give_back();
 }
 
 bool BlockSum::received(size_t parameter) const {
@@ -132,6 +136,12 @@ void BlockSum::add_up() {
   if (any) block.flat = target_.wide.same_dtypes(target_.layout) && last.defined() ? last : target_.buffers->take();
   for (size_t i = 0; i < block.received.size(); ++i) {
     if (block.received[i]) combine_into(block.flat, i);
+  }
+  for (Part& sum : sums_) {
+    sum.flat.reset();
+    if (!sum.share) continue;
+    // The result has that of one sum, whichever memory it is in.
+    block.share ? sum.share->give_back() : block.share.swap(sum.share);
   }
   sums_.clear();
   block.landed->fire();

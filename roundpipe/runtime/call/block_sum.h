@@ -35,9 +35,10 @@ class BlockSum {
   BlockSum(Target target, size_t layers, int groups);
 
   // Takes the part of `layer`, numbered among the layers that share the block, over `groups`: `flat` in the wide
-  // layout, and for each parameter whether it holds a gradient. Returns true if the caller has to see to it that
-  // add_up() runs.
-  bool add(size_t layer, schedule::Range groups, at::Tensor flat, std::vector<char> received);
+  // layout, for each parameter whether it holds a gradient, and the room that it has, or null. Returns true if the
+  // caller has to see to it that add_up() runs.
+  bool add(size_t layer, schedule::Range groups, at::Tensor flat, std::vector<char> received,
+           memory::GradientRoom::SharePtr share = nullptr);
 
   const Target& target() const { return target_; }
   // Adds the parts that are there on the threads that update parameters. With the last one, fires the result's
@@ -49,6 +50,7 @@ class BlockSum {
     int end = 0;  // of its groups
     at::Tensor flat;
     std::vector<char> received;
+    memory::GradientRoom::SharePtr share;
   };
   // The parts of one layer that have not been added.
   struct Queue {

@@ -200,13 +200,35 @@ std::vector<std::string> ModelState::take_notices() {
 
 int64_t ModelState::host_bytes() const {
   require_own_process();
+  std::set<const memory::BufferPool*> pools;
+  for (const BlockState& block : blocks)
+    pools.insert({block.block->buffers().get(), block.gradient_buffers.get(), block.sum_buffers.get()});
   int64_t bytes = 0;
-  for (const BlockState& block : blocks) {
-    bytes += block.block->buffers()->host_bytes();
-    if (block.gradient_buffers != block.block->buffers()) bytes += block.gradient_buffers->host_bytes();
-    if (block.sum_buffers != block.gradient_buffers) bytes += block.sum_buffers->host_bytes();
-  }
+  for (const memory::BufferPool* const pool : pools) bytes += pool->host_bytes();
   return bytes;
+}
+
+void ModelState::bound_gradients(bool is_bounded) {
+  gradient_room = nullptr;
+  if (!is_bounded) return;
+  std::vector<int64_t> sizes;
+  std::map<std::pair<int64_t, bool>, std::vector<BlockState*>> alike;
+  for (BlockState& block : blocks) {
+    // Gradients wider than the weights have memory of their own, as there are sums of several calls in it.
+    if (!block.trainable() || block.gradient_buffers != block.block->buffers()) continue;
+    sizes.push_back(block.gradient_layout.size_bytes);
+    alike[{sizes.back(), block.block->buffers()->pinned()}].push_back(&block);
+  }
+  gradient_room = memory::GradientRoom::make(memory::gradient_room_bytes(sizes));
+  for (const auto& [kind, own] : alike) {
+    const std::shared_ptr<memory::BufferPool> pool = own.front()->block->buffers();
+    if (kind.first > 0) pool->keep(static_cast<size_t>(gradient_room->limit_bytes() / kind.first));
+    for (BlockState* const block : own) {
+      if (block->sum_buffers == block->gradient_buffers) block->sum_buffers = pool;
+      block->block->use_pool(pool);
+      block->gradient_buffers = pool;
+    }
+  }
 }
 
 StageLayout lay_out_stage(const ModelState& model, int first_layer, int last_layer, const std::set<size_t>& apart) {

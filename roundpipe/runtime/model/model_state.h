@@ -128,6 +128,8 @@ struct ModelState {
   std::atomic<int64_t> work_bytes{0};
   // One for each block; null = nothing summed. Caller's thread only.
   std::vector<memory::GradientBlockPtr> gradients;
+  // Of gradients that a step uses as they land; null: there is a place for each.
+  memory::GradientRoomPtr gradient_room;
   // To the parameters. Once it is lost, the blocks leave them alone.
   std::unique_ptr<ParameterClaim> claim;
 
@@ -146,6 +148,9 @@ struct ModelState {
   std::vector<int> take_torn_layers();
   // Layer::hold() of the first layer that has one, to be kept while all layers are asked.
   std::shared_ptr<const void> hold() const;
+  // From now on, gradients have room for a few blocks at a time, and blocks of one size share their memory.
+  // `is_bounded`: false: each has a place of its own again. REQUIRES: nothing is under way.
+  void bound_gradients(bool is_bounded);
   // The habits of each layer in its current mode, which is read from the layers' mode keys. Caller's thread.
   std::vector<LayerHabitsPtr> habits_of_now();
   // Host memory of the blocks' pools. Throws Error in a process that is left behind.

@@ -11,15 +11,15 @@ namespace roundpipe::runtime {
 
 using Link = cluster::Nodes::Link;
 
-void StepRun::start_exchange(bool look_first) {
+void StepRun::start_exchange() {
   // The weights first: if the second does not start, its thread fails all that the first one waits for.
   const auto self = shared_from_this();
   nodes_->channel(Link::kWeights).submit([self] {
     for (BlockStep& step : self->blocks_) self->gather(step);
   });
-  nodes_->channel(Link::kGradients).submit([self, look_first] {
+  nodes_->channel(Link::kGradients).submit([self] {
     for (auto step = self->blocks_.rbegin(); step != self->blocks_.rend(); ++step) self->exchange(*step);
-    if (look_first) self->agree();
+    if (self->looks_first()) self->agree();
   });
 }
 

@@ -15,6 +15,9 @@ struct StepOptions {
   // Gradients whose norm over the whole model is larger are scaled down to it, a positive number; every update then
   // waits for all gradients. Infinity only measures the norm. Unset: they are used as they are.
   std::optional<double> max_grad_norm = std::nullopt;
+  // Whether what is compared with max_grad_norm is the norm of the step before, so that nothing waits: for an optimizer
+  // that uses gradients at once. The first step, before which there is none, uses its gradients as they are.
+  bool clips_by_last_norm = false;
   // What scaled the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
   GradScaler* scaler = nullptr;
   // With several nodes, the factor of gradients that were added over all of them. Unset: 1 / nodes, the mean, as in

@@ -1,5 +1,6 @@
 #include <roundpipe/runtime/step/step_run.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <stdexcept>
@@ -20,7 +21,7 @@ using optim::ThreadPool;
 
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
                  const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
-                 std::shared_ptr<cluster::Nodes> nodes, uint64_t turn)
+                 std::shared_ptr<cluster::Nodes> nodes, uint64_t turn, bool at_once, std::optional<double> last_norm)
     : number_(number),
       blocks_(std::move(blocks)),
       groups_(std::move(groups)),
@@ -30,16 +31,18 @@ StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<opt
       owner_(std::move(owner)),
       nodes_(std::move(nodes)),
       turn_(turn),
+      at_once_(at_once),
       norm_(std::numeric_limits<double>::quiet_NaN()) {
   if (loss_scale_ > 0) scaling_.inverse_scale = static_cast<float>(1.0 / loss_scale_);
+  if (last_norm) set_clip(static_cast<float>(*last_norm));
 }
 
 void StepRun::start() noexcept {
   to_update_ = to_measure_ = blocks_.size();
-  const bool look_first = max_norm_ > 0 || loss_scale_ > 0;
   try {
-    prepare(look_first);
-    if (nodes_) start_exchange(look_first);
+    prepare();
+    expect_states();
+    if (nodes_) start_exchange();
   } catch (...) {
     return fail_all(std::current_exception());
   }
@@ -48,21 +51,25 @@ void StepRun::start() noexcept {
     finished_->fire();
     return;
   }
-  if (!look_first) decided_->fire();
+  if (!looks_first()) decided_->fire();
   for (BlockStep& step : blocks_) {
     try {
-      wait_to_run(step, look_first);
+      wait_to_run(step);
     } catch (...) {
       step.error = std::current_exception();
       hand_in(step.update_work, &StepRun::update, step);
-      if (look_first) hand_in(step.measure_work, &StepRun::measure, step);
+      if (looks_first()) hand_in(step.measure_work, &StepRun::measure, step);
     }
   }
 }
 
-void StepRun::prepare(bool look_first) {
-  const auto work = [this](UpdateThread::Kind kind, Part part, BlockStep& step) {
-    return UpdateThread::prepare({number_, kind, step.layer},
+void StepRun::prepare() {
+  // Of what is ready, the lowest layer goes first, unless a disk reads ahead in the order in which gradients land.
+  const bool backwards = !looks_first() && std::ranges::any_of(blocks_, [](const BlockStep& step) {
+    return step.optimizer->states().tier() != nullptr;
+  });
+  const auto work = [&, this](UpdateThread::Kind kind, Part part, BlockStep& step) {
+    return UpdateThread::prepare({number_, kind, backwards ? blocks_.back().layer - step.layer : step.layer},
                                  [self = shared_from_this(), part, &step] { (self.get()->*part)(step); });
   };
   for (BlockStep& step : blocks_) {
@@ -71,18 +78,35 @@ void StepRun::prepare(bool look_first) {
       step.summed = device::make_event();
       step.made = device::make_event();
     }
-    if (look_first) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
+    if (looks_first()) step.measure_work = work(UpdateThread::Kind::kNorm, &StepRun::measure, step);
     step.update_work = work(UpdateThread::Kind::kUpdate, &StepRun::update, step);
   }
 }
 
-void StepRun::wait_to_run(BlockStep& step, bool look_first) {
+void StepRun::expect_states() {
+  std::vector<size_t> order;
+  storage::DiskTier* tier = nullptr;
+  for (const BlockStep& step : blocks_) {
+    const optim::BlockStates& states = step.optimizer->states();
+    if (!states.tier()) continue;
+    tier = states.tier().get();
+    order.push_back(states.index());
+  }
+  if (tier == nullptr) return;
+  // As gradients land, last layer first; if all have to land first, as UpdateThread orders what is ready.
+  if (!looks_first()) std::ranges::reverse(order);
+  tier->expect(std::move(order));
+}
+
+void StepRun::wait_to_run(BlockStep& step) {
   const auto self = shared_from_this();
   const EventPtr landed = nodes_ ? step.summed : step.gradients->landed;
   // The update first: the measurement may start at once, and nothing may throw after that.
-  device::when_all({landed, decided_, step.before->published},
-                   [self, &step] { self->hand_in(step.update_work, &StepRun::update, step); });
-  if (look_first) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
+  device::when_all({landed, decided_, step.before->published}, [self, &step] {
+    if (step.gradients->share) step.gradients->share->is_used();
+    self->hand_in(step.update_work, &StepRun::update, step);
+  });
+  if (looks_first()) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
 }
 
 void StepRun::hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noexcept {
@@ -98,6 +122,7 @@ void StepRun::hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noex
 
 void StepRun::fail_all(const std::exception_ptr& error) {
   for (BlockStep& step : blocks_) {
+    step.optimizer->states().update_is_over();
     step.measure_work = {};
     step.update_work = {};
     step.after->published->fail(error);
@@ -110,6 +135,19 @@ void StepRun::note(const std::exception_ptr& error) {
   if (!error_) error_ = error;
 }
 
+void StepRun::take_squares(BlockStep& step) {
+  if (!step.gradients->flat.defined()) return;
+  step.squares = step.optimizer->sums_of_squares(*step.gradients, step.block->gradient_layout, scaling_.inverse_scale,
+                                                 *ThreadPool::current());
+}
+
+float StepRun::norm_of_squares() const {
+  // In block order, not in the order of arrival, so that the sum has the same bits every time.
+  double squares = 0;
+  for (const BlockStep& step : blocks_) squares += step.squares.empty() ? 0 : step.optimizer->total(step.squares);
+  return static_cast<float>(std::sqrt(squares));
+}
+
 void StepRun::measure(BlockStep& step) {
   const double began_ms = now_ms();
   try {
@@ -117,9 +155,8 @@ void StepRun::measure(BlockStep& step) {
     if (step.exchange_error) std::rethrow_exception(step.exchange_error);
     if (step.abandoned || step.gradients->landed->error()) {
       gradients_failed_ = true;
-    } else if (step.gradients->flat.defined()) {
-      step.squares = step.optimizer->sums_of_squares(*step.gradients, step.block->gradient_layout,
-                                                     scaling_.inverse_scale, *ThreadPool::current());
+    } else {
+      take_squares(step);
     }
   } catch (...) {
     note(std::current_exception());
@@ -133,19 +170,18 @@ void StepRun::measure(BlockStep& step) {
   }
 }
 
+void StepRun::set_clip(float norm) {
+  // As torch.nn.utils.clip_grad_norm_ computes it, in fp32.
+  const float factor = 1.0F / (norm + 1e-6F) * static_cast<float>(max_norm_);
+  scaling_.clip = factor > 1.0F ? 1.0F : factor;
+}
+
 void StepRun::decide() {
   if (error_) return decided_->fail(error_);
-  // In block order, not in the order of arrival, so that the sum has the same bits every time.
-  double squares = 0;
-  for (const BlockStep& step : blocks_) squares += step.squares.empty() ? 0 : step.optimizer->total(step.squares);
-  const auto norm = static_cast<float>(std::sqrt(squares));
+  const float norm = norm_of_squares();
   if (!gradients_failed_) norm_ = norm;
   overflowed_ = loss_scale_ > 0 && !std::isfinite(norm_);
-  if (max_norm_ > 0) {
-    // As torch.nn.utils.clip_grad_norm_ computes it, in fp32.
-    const float factor = 1.0F / (norm + 1e-6F) * static_cast<float>(max_norm_);
-    scaling_.clip = factor > 1.0F ? 1.0F : factor;
-  }
+  if (max_norm_ > 0) set_clip(norm);
   decided_->fire();
 }
 
@@ -166,6 +202,7 @@ void StepRun::compute(BlockStep& step) {
     return pass_on(step);
   }
   if (!step.gradients->flat.defined()) return pass_on(step);
+  if (measures_late()) take_squares(step);
   const bool shared = step.block->gradient_buffers == step.block->block->buffers();
   const at::Tensor after = shared ? step.gradients->flat : step.block->block->buffers()->take();
   step.optimizer->update(step.before->flat, after, *step.gradients, step.block->gradient_layout, groups_, scaling_,
@@ -189,9 +226,14 @@ void StepRun::publish(BlockStep& step) {
     abandoned_ += step.abandoned || gradients_failed_ ? 1 : 0;
     pass_on(step);
   } else {
-    make(step);
-    step.updated = true;
-    ++updated_;
+    try {
+      make(step);
+      step.updated = true;
+      ++updated_;
+    } catch (const storage::Unreadable&) {
+      note(std::current_exception());
+      pass_on(step);
+    }
   }
 }
 
@@ -215,12 +257,16 @@ void StepRun::update(BlockStep& step) {
 }
 
 void StepRun::finish(BlockStep& step) {
+  step.optimizer->states().update_is_over();
   step.before.reset();
   step.after.reset();
+  // Now its memory is that of the weights after the step, and that of those before is free.
+  if (step.gradients->share) step.gradients->share->give_back();
   if (--to_update_ > 0) return;
   for (const BlockStep& each : blocks_) {
     if (abandoned_ > 0 && each.updated && each.model != nullptr) each.model->torn(each.block->layers);
   }
+  if (measures_late() && abandoned_ == 0 && !error_) norm_ = norm_of_squares();
   owner_.reset();
   if (error_) {
     finished_->fail(error_);

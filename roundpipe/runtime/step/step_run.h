@@ -57,28 +57,35 @@ struct BlockStep {
 // the others.
 //
 // Any error fails the step. If the step could not be decided, nothing has been updated and all weights stay as they
-// are. A block whose own update failed has no weights any more, and calls that would read it fail.
+// are. A block whose own update failed has no weights any more, and calls that would read it fail; one whose state the
+// disk does not give back stays as it was.
 // Thread safety: start() once; waiting and reading from any thread.
 class StepRun : public std::enable_shared_from_this<StepRun> {
  public:
   // `number`: greater than those of earlier steps. `loss_scale`: the factor by which the losses were multiplied; if a
   // gradient is then inf or NaN, the whole step changes nothing. 0: losses were not scaled, and gradients are not
-  // checked. `owner` keeps the blocks and their optimizers alive. `nodes`: null:
-  // there is one node. `turn`: the number of the step of this optimizer, from 1.
+  // checked. `owner` keeps the blocks and their optimizers alive. `nodes`: null: there is one node. `turn`: the number
+  // of the step of this optimizer, from 1. `at_once`: gradients are used as they land, and measured then; nothing waits
+  // for the norm, and they are clipped by `last_norm`, if there is one.
   StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
           const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
-          std::shared_ptr<cluster::Nodes> nodes = nullptr, uint64_t turn = 0);
+          std::shared_ptr<cluster::Nodes> nodes = nullptr, uint64_t turn = 0, bool at_once = false,
+          std::optional<double> last_norm = std::nullopt);
 
   // Never throws: an error that keeps the step from starting fails it.
   void start() noexcept;
 
-  // Fires when it is known whether the step is skipped, and what the norm is; fails if that cannot be known.
+  // Fires when it is known whether the step is skipped; fails if that cannot be known.
   const device::EventPtr& decided() const { return decided_; }
+  // Whether the norm is known only when the step has finished.
+  bool measures_late() const { return at_once_ && max_norm_ > 0; }
+  // Fires when the norm is known; fails if it never will be.
+  const device::EventPtr& measured() const { return measures_late() ? finished_ : decided_; }
   // Fires when every block is published; fails if one could not be, or if the step could not be decided.
   const device::EventPtr& finished() const { return finished_; }
 
   // The norm of all gradients, unscaled, before clipping; NaN if it was not needed, or if some gradients failed.
-  // REQUIRES: decided.
+  // REQUIRES: measured.
   double norm() const { return norm_; }
   // Whether a gradient was inf or NaN, so that the step changes nothing. REQUIRES: decided.
   bool overflowed() const { return overflowed_; }
@@ -89,8 +96,8 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
 
  private:
   using Part = void (StepRun::*)(BlockStep&);
-  void prepare(bool look_first);
-  void wait_to_run(BlockStep& step, bool look_first);
+  void prepare();
+  void wait_to_run(BlockStep& step);
   void hand_in(UpdateThread::Work& work, Part part, BlockStep& step) noexcept;
   void fail_all(const std::exception_ptr& error);
   // On the update thread.
@@ -101,11 +108,16 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void make(BlockStep& step);
   void compute(BlockStep& step);
   static void pass_on(BlockStep& step);
+  void expect_states();
   void note(const std::exception_ptr& error);
   void finish(BlockStep& step);
   bool is_left_out(const BlockStep& step) const;
+  void set_clip(float norm);
+  bool looks_first() const { return !at_once_ && (max_norm_ > 0 || loss_scale_ > 0); }
+  void take_squares(BlockStep& step);
+  float norm_of_squares() const;
   // Of several nodes: hand in the work below, which runs on the nodes' threads.
-  void start_exchange(bool look_first);
+  void start_exchange();
   void exchange(BlockStep& step);
   void agree();
   void gather(BlockStep& step);
@@ -121,6 +133,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   std::shared_ptr<void> owner_;
   const std::shared_ptr<cluster::Nodes> nodes_;
   const uint64_t turn_;
+  const bool at_once_;
   const device::EventPtr measured_ = device::make_event();  // with several nodes: every block, here
   const device::EventPtr decided_ = device::make_event();
   const device::EventPtr finished_ = device::make_event();

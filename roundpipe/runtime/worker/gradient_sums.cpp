@@ -359,6 +359,9 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
   const bool any = std::ranges::find(received, 1) != received.end();
   auto landed = std::make_shared<at::Tensor>();
   EventPtr done = run.attempt->new_event();
+  memory::GradientRoom::SharePtr share;
+  if (any && call.model->gradient_room)
+    share = call.model->gradient_room->ask((whole ? shared.gradient_layout : shared.sum_layout).size_bytes);
   outbox_.send(
       run, Priority::kParameterGradient,
       [sent, any, landed, buffers = whole ? shared.gradient_buffers : shared.sum_buffers] {
@@ -368,11 +371,11 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
         pieces.push_back({*landed, sent});
         return pieces;
       },
-      done);
+      done, share ? share->granted() : nullptr);
   const int layer = sum.is_joined ? shared.layers.front() : sum.layer;
   const JobResult delivered{JobResult::Kind::kSum, layer, sum.block, groups.first};
   run.attempt->then({done}, [attempt = run.attempt, delivered, call_ptr = run.call, block = sum.block,
-                             sharer = shared.sharer(sum.layer), groups, landed, received, whole,
+                             sharer = shared.sharer(sum.layer), groups, landed, received, whole, share,
                              &sent_layout = whole ? shared.gradient_layout : shared.sum_layout] {
     // Bytes between the gradients, and those of parameters without one, mean nothing.
     const auto contents = [&] {
@@ -382,14 +385,22 @@ bool GradientSums::send(JobRun& run, Sum& sum, schedule::Range groups, bool may_
       }
       return gradients;
     };
-    if (!attempt->claim(delivered, contents)) return;
+    if (!attempt->claim(delivered, contents)) {
+      landed->reset();
+      if (share) share->give_back();
+      return;
+    }
     if (whole) {
       const memory::GradientBlockPtr& result = call_ptr->results[block];
       result->flat = std::move(*landed);
       result->received = received;
+      result->share = share;
       result->landed->fire();
-    } else if (call_ptr->block_sums[block]->add(sharer, groups, std::move(*landed), received)) {
+      if (share) share->arrived();
+    } else if (call_ptr->block_sums[block]->add(sharer, groups, std::move(*landed), received, share)) {
       add_up(call_ptr, block);
+    } else if (share) {
+      share->arrived();
     }
   });
   return true;

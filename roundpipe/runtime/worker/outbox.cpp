@@ -37,11 +37,12 @@ bool Outbox::sent_before(int what) {
   return false;
 }
 
-void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piece>()> begin, EventPtr done) {
+void Outbox::send(JobRun& run, Priority priority, std::function<std::vector<Piece>()> begin, EventPtr done,
+                  const EventPtr& room) {
   EventPtr computed = run.attempt->new_event();
   device_.compute().signal(computed);
   run.fails_with(done);
-  transfer::Transfer transfer{priority, {computed}, std::move(begin), std::move(done), nullptr};
+  transfer::Transfer transfer{priority, {computed, room}, std::move(begin), std::move(done), nullptr};
   // From here on, the job waits for this transfer.
   transfer.settled = run.new_transfer();
   try {

@@ -19,9 +19,10 @@ class Outbox {
   // Begins a microbatch. `again`: it ran out of memory and runs again.
   void begin_microbatch(bool again);
 
-  // Transfers the pieces that `begin` returns, once all work issued so far is done. A failure fails the attempt.
+  // Transfers the pieces that `begin` returns, once all work issued so far is done and `room` has fired (null: at
+  // once). A failure fails the attempt.
   void send(JobRun& run, transfer::Priority priority, std::function<std::vector<transfer::Piece>()> begin,
-            device::EventPtr done);
+            device::EventPtr done, const device::EventPtr& room = nullptr);
   // Sends the values that a layer's buffers have now, for `targets`, and fires `written` when they have them: as soon
   // as the values are on the host or, in a call that is fault tolerant, when the job is over.
   void send_buffers(JobRun& run, int layer, std::vector<at::Tensor> targets, const std::vector<at::Tensor>& values,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,20 @@ from process_memory import report_of
 from sweeps import mostly_long
 
 WIDTH, LAYERS = 2048, 10  # 42 M parameters
+COUNT = WIDTH * WIDTH * LAYERS
+LAYER = WIDTH * WIDTH  # parameters
 
 
-def run(formats: tuple[str, str], mode: str) -> dict[str, Any]:
+def run(mode: str, **formats: str) -> dict[str, Any]:
     # What the virtual device has freed is not the host's memory to be measured.
-    result: dict[str, Any] = report_of("fused_memory_program.py", *formats, mode, str(WIDTH), str(LAYERS))
-    return result
+    measured: dict[str, Any] = report_of("fused_memory_program.py", json.dumps(formats), mode, str(WIDTH), str(LAYERS))
+    assert measured["parameters"] == COUNT
+    assert "B/parameter" in measured["table"]
+    taken = measured["peak"] - measured["base"] - measured["devices"]
+    assert taken <= measured["predicted"] * 1.03 + 125e6, measured
+    # The books leave nothing out, and claim nothing that is not there.
+    assert taken >= measured["predicted"] * 0.9, measured
+    return measured
 
 
 # Of a parameter, by the formats of moments and masters.
@@ -32,15 +41,29 @@ BYTES_EACH = {
 @pytest.mark.parametrize("formats", mostly_long(BYTES_EACH, ("8bit", "float32"), ("8bit", "24bit")))
 def test_bytes_a_parameter(formats: tuple[str, str], mode: str) -> None:
     bytes_each = BYTES_EACH[formats]
-    measured = run(formats, mode)
-    count = WIDTH * WIDTH * LAYERS
-    assert measured["parameters"] == count
-    assert 0.99 * bytes_each * count <= measured["predicted"] <= bytes_each * count * 1.001
-    assert "B/parameter" in measured["table"]
-    taken = measured["peak"] - measured["base"] - measured["devices"]
-    assert taken <= measured["predicted"] * 1.03 + 125e6, measured
-    # The books leave nothing out, and claim nothing that is not there.
-    assert taken >= measured["predicted"] * 0.9, measured
+    measured = run(mode, moments=formats[0], masters=formats[1])
+    assert 0.99 * bytes_each * COUNT <= measured["predicted"] <= bytes_each * COUNT * 1.001
+
+
+@pytest.mark.parametrize("formats", mostly_long(BYTES_EACH, ("float32", "float32"), ("8bit", "24bit")))
+def test_gradients_at_once_have_room_for_three_layers(formats: tuple[str, str]) -> None:
+    measured = run("sync", moments=formats[0], masters=formats[1], gradients="at_once")
+    expected = (BYTES_EACH[formats] - 2) * COUNT + 3 * 2 * LAYER
+    assert 0.97 * expected <= measured["predicted"] <= expected * 1.001
+
+
+def test_moments_on_a_disk_take_no_memory(tmp_path: Path) -> None:
+    measured = run("async", disk=str(tmp_path))
+    # Six bytes a parameter, and the moments of three layers.
+    assert measured["predicted"] == pytest.approx(6 * COUNT + 3 * 8 * LAYER, rel=0.01)
+    assert "on the disk" in measured["table"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_least_of_all(tmp_path: Path) -> None:
+    measured = run("sync", disk=str(tmp_path), masters="24bit", gradients="at_once")
+    # Weights and masters; moments and gradients of three layers.
+    assert measured["predicted"] == pytest.approx(3 * COUNT + 3 * (8 + 2) * LAYER, rel=0.03)
 
 
 @pytest.mark.long

@@ -323,6 +323,7 @@ def test_plan_of_a_preset_says_what_is_not_known() -> None:
         (["--mode", "inference", "--moments", "8bit"], "--moments has no effect here"),
         (["--masters", "16bit"], "--masters is 16bit, expected fp32 or 24bit"),
         (["--mode", "inference", "--masters", "24bit"], "--masters has no effect here"),
+        (["--gradients-at-once"], "--gradients-at-once has no effect here, expected it only with --mode sync"),
     ],
 )
 def test_bad_options_end_with_code_2(

@@ -15,9 +15,8 @@ from roundpipe import RoundPipe, RoundPipeRunConfig
 
 
 def main() -> None:
-    moments, masters, mode = sys.argv[1:4]
-    width, layers = int(sys.argv[4]), int(sys.argv[5])
-    formats: Any = {"moments": moments, "masters": masters}
+    formats: Any = json.loads(sys.argv[1])
+    is_async, width, layers = sys.argv[2] == "async", int(sys.argv[3]), int(sys.argv[4])
     roundpipe.devices("virtual:1,memory=256MiB")
     torch.set_num_threads(1)
     # What the first use of each kernel sets up is not the model's.
@@ -26,7 +25,7 @@ def main() -> None:
     warm = RoundPipe(small, name="warm")
     warm_optimizer = roundpipe.optim.AdamW(warm, **formats)
     warm.forward_backward((torch.ones(2, 64, dtype=torch.bfloat16),), loss_fn=lambda o, _: o.float().square().mean())
-    warm.step(warm_optimizer)
+    warm.step(warm_optimizer, is_async)
     warm.synchronize()
     base = status("VmRSS")
 
@@ -37,7 +36,7 @@ def main() -> None:
     inputs = torch.randn(4, width).to(torch.bfloat16)
     for _ in range(4):
         pipe.forward_backward((inputs,), loss_fn=lambda o, _: o.float().square().mean())
-        pipe.step(optimizer, is_async=mode == "async")
+        pipe.step(optimizer, is_async)
     pipe.synchronize()
     memory = optimizer.host_memory()
     print(

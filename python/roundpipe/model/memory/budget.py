@@ -27,8 +27,8 @@ def is_unmeasured(device_memory: str | int | None) -> bool:
     return given == "unmeasured"
 
 
-def budget_of(given: str | int | None, option: str, variable: str) -> int | None:
-    """Returns a budget in bytes: the argument's, else the environment variable's, else None.
+def budget_of(given: str | int | None, option: str, variable: str = "") -> int | None:
+    """Returns a budget in bytes: the argument's, else the environment variable's if there is one, else None.
 
     Raises:
         ValueError: the value is neither a number of bytes above 0 nor a size such as "24GB".
@@ -64,6 +64,7 @@ class HostPrediction:
             parameter, and those of devices that share a layer.
         kept_for_failures: with `fault_tolerant`, what jobs have read, at most: it stays until their results are there.
             With `verify_every`, the same of one job, and the results of its second run.
+        moments_on_disk: moments that are on a disk, and not in `total`.
     """
 
     weights: int
@@ -73,6 +74,7 @@ class HostPrediction:
     values: int = 0
     partial_sums: int = 0
     kept_for_failures: int = 0
+    moments_on_disk: int = 0
 
     @property
     def total(self) -> int:
@@ -102,12 +104,18 @@ class UpdateRule:
         moments: "fp32", or "8bit" for Adam and AdamW.
         momentum: of SGD and RMSprop.
         masters: "fp32", or "24bit" for bf16 weights.
+        disk: a folder for the moments that memory has no room for; empty: all are in memory.
+        disk_memory: what the moments may take of memory then, in bytes; 0: the least.
+        gradients_at_once: each gradient is used as it lands, and there is room for a few layers' only.
     """
 
     optimizer: str = "adam"
     moments: str = "fp32"
     momentum: float = 0.0
     masters: str = "fp32"
+    disk: str = ""
+    disk_memory: int = 0
+    gradients_at_once: bool = False
 
     def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.StateFormat]:
         """The same, as the engine has it."""
@@ -130,7 +138,11 @@ Rule = UpdateRule | _core.OptimizerMemory
 
 
 def _memory_of(rule: Rule) -> _core.OptimizerMemory:
-    return _core.OptimizerMemory(*rule.in_core()) if isinstance(rule, UpdateRule) else rule
+    if not isinstance(rule, UpdateRule):
+        return rule
+    return _core.OptimizerMemory(
+        *rule.in_core(), _core.DiskOptions(rule.disk, rule.disk_memory), rule.gradients_at_once
+    )
 
 
 def predict_host(
@@ -150,6 +162,13 @@ def predict_host(
     return host_prediction(found)
 
 
+def _layer_of(name: str) -> str:
+    """What a parameter is most likely in one block with: the layer of a list or sequence that it is in, or itself."""
+    parts = name.split(".")
+    number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts))
+    return ".".join(parts[: number + 1])
+
+
 def predict_model(
     model: nn.Module, rule: Rule, tied: Mapping[str, str] | None = None, trains: bool = True
 ) -> HostPrediction:
@@ -162,14 +181,17 @@ def predict_model(
     names: dict[int, set[str]] = defaultdict(set)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].add(name)
-    kept = [parameter for name, parameter in model.named_parameters() if name not in tied]
+    kept = {name: parameter for name, parameter in model.named_parameters() if name not in tied}
     partial_sums = 0
-    for parameter in kept:
+    for parameter in kept.values():
         mine = names[id(parameter)]
         users = mine | {name for name, other in tied.items() if other in mine}
         if trains:
             partial_sums += _core.tied_sum_bytes(parameter, len(users))
-    blocks = [*((parameter,) for parameter in kept), *((buffer,) for buffer in model.buffers())]
+    layers: dict[tuple[str, bool], list[torch.Tensor]] = defaultdict(list)
+    for name, parameter in kept.items():
+        layers[_layer_of(name), parameter.requires_grad].append(parameter)
+    blocks = [*layers.values(), *([buffer] for buffer in model.buffers())]
     named = list(model.named_parameters())
     classes = classes_of_parameters(model.modules())
     memory = _memory_of(rule).of_command(named, [classes.get(id(parameter), []) for _, parameter in named])

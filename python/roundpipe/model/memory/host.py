@@ -16,12 +16,14 @@ class HostMemory:
         weights_and_gradients: the buffers that weights and gradients take turns in.
         masters: what fp32 masters of 16-bit weights take beyond the weights.
         moments: the optimizer's moments once every parameter has had a step.
+        moments_on_disk: those that are on a disk beyond that; not in `total`.
     """
 
     parameters: int
     weights_and_gradients: int
     masters: int
     moments: int
+    moments_on_disk: int = 0
 
     @property
     def total(self) -> int:
@@ -35,6 +37,8 @@ class HostMemory:
             "moments": self.moments,
             "together": self.total,
         }
+        if self.moments_on_disk:
+            rows["beside, on the disk"] = self.moments_on_disk
         count = max(self.parameters, 1)
         lines = [f"host memory of {self.parameters / 1e6:.2f} M trained parameters:"]
         lines += [

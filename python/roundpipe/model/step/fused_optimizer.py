@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 
@@ -13,7 +13,7 @@ MOMENTS = {"float32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLO
 MASTERS = {"float32": _core.MasterFormat.FLOAT32, "24bit": _core.MasterFormat.BITS_24}
 Moments = Literal["float32", "8bit"]
 Masters = Literal["float32", "24bit"]
-Gradients = Literal["weights", "float32"]
+Gradients = Literal["weights", "float32", "at_once"]
 
 
 class Formats(NamedTuple):
@@ -25,7 +25,7 @@ class Formats(NamedTuple):
 
     def check(self) -> None:
         """Raises ValueError for a name that is no format."""
-        known = {"moments": [*MOMENTS], "masters": [*MASTERS], "gradients": ["weights", "float32"]}
+        known = {"moments": [*MOMENTS], "masters": [*MASTERS], "gradients": [*get_args(Gradients)]}
         for name, format_name in self._asdict().items():
             if format_name not in known[name]:
                 expected = " or ".join(map(repr, known[name]))
@@ -40,17 +40,19 @@ class Step:
 
     @property
     def grad_norm(self) -> float:
-        """The norm of all gradients, unscaled, before clipping. Waits until the last gradient has landed.
+        """The norm of all gradients, unscaled, before clipping. Waits until the last gradient has landed and, of an
+        optimizer that uses gradients at once, until the last update.
 
         NaN unless the step was given `max_grad_norm` or a `scaler` (`max_grad_norm=math.inf` only measures). Also NaN
         if the backward failed.
         """
-        self._run.wait_decided()
+        self._run.wait_measured()
         return self._run.norm
 
     @property
     def skipped(self) -> bool:
-        """Whether the step changed nothing because a gradient under a scaler was inf or NaN. Waits like `grad_norm`."""
+        """Whether the step changed nothing because a gradient under a scaler was inf or NaN. With a scaler, waits until
+        the last gradient has landed."""
         self._run.wait_decided()
         return self._run.overflowed
 
@@ -84,10 +86,12 @@ class BoundOptimizer(torch.optim.Optimizer):
     Attributes:
         algorithm: the update rule.
         binding: the engine's optimizer of those models; None for an optimizer of plain parameters.
+        disk: where the moments are that host memory has no room for.
     """
 
     algorithm: ClassVar[_core.Algorithm]
     binding: _core.ModelOptimizer | None
+    disk: _core.DiskOptions
 
     def hyperparameters(self, group: dict[str, Any]) -> _core.Hyperparameters:
         """The hyperparameters that a group's options are; raises for values that no step can take."""
@@ -105,7 +109,8 @@ class BoundOptimizer(torch.optim.Optimizer):
 def core_rule(optimizer: BoundOptimizer, formats: Formats) -> _core.FusedRule:
     """What the engine makes a fused optimizer from."""
     state = _core.StateFormat(MOMENTS[formats.moments], MASTERS[formats.masters])
-    return _core.FusedRule(optimizer.algorithm, optimizer.core_groups(), state, formats.gradients == "float32")
+    in_fp32, at_once = formats.gradients == "float32", formats.gradients == "at_once"
+    return _core.FusedRule(optimizer.algorithm, optimizer.core_groups(), state, in_fp32, optimizer.disk, at_once)
 
 
 def as_schedulers(schedulers: Any) -> Sequence[Any]:

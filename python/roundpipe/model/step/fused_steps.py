@@ -96,12 +96,15 @@ class FusedSteps(StepGroup):
         scaler: GradScaler | None = None,
         max_grad_norm: float | None = None,
         lr_scheduler: Any = None,
+        clip_by: str = "norm",
     ) -> Step:
         """See `RoundPipe.step`."""
         _core.require_engine()
         if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
             refuse_optimizer(optimizer)
-        step_options = _core.StepOptions(is_async, max_grad_norm)
+        if clip_by not in ("norm", "last_norm"):
+            raise ValueError(f"[step] clip_by is {clip_by!r}, expected 'norm' or 'last_norm'")
+        step_options = _core.StepOptions(is_async, max_grad_norm, clip_by == "last_norm")
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)

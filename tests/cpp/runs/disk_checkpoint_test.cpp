@@ -1,0 +1,105 @@
+#include <filesystem>
+#include <optional>
+
+#include <doctest/doctest.h>
+
+#include <roundpipe/files/manifest.h>
+#include <roundpipe/roundpipe.h>
+#include <torch/nn/modules/container/functional.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/modules/linear.h>
+
+#include "../temporary_folder.h"
+
+using namespace roundpipe;
+using at::Tensor;
+namespace nn = torch::nn;
+
+namespace {
+
+constexpr int64_t kDiskPage = 4096;
+
+struct DiskRule {
+  const char* name;
+  at::ScalarType dtype;
+  UpdateRule rule;
+  optim::MomentFormat moments;
+};
+
+struct DiskTraining {
+  // On the disk, or in memory.
+  DiskTraining(const DiskRule& kind, const support::TemporaryFolder* disk)
+      : layers(seeded(kind.dtype)),
+        model(layers),
+        optimizer(model, kind.rule, {},
+                  {.moments = kind.moments, .disk = {disk == nullptr ? "" : disk->path(), 2 * kDiskPage}}) {
+    model.run_options().microbatches = 2;
+  }
+  static nn::Sequential seeded(at::ScalarType dtype) {
+    at::manual_seed(4);
+    nn::Sequential made{nn::Linear(5, 20), nn::Functional(torch::tanh), nn::Linear(20, 20), nn::Functional(torch::tanh),
+                        nn::Linear(20, 3)};
+    made->to(dtype);
+    return made;
+  }
+  std::vector<Tensor> run(int steps, bool asynchronous) {
+    std::vector<Tensor> losses;
+    for (int i = 0; i < steps; ++i) {
+      const Tensor batch = at::randn({8, 5}), labels = at::randn({8, 3});
+      losses.push_back(model
+                           .forward_backward(batch.to(layers->parameters()[0].scalar_type()), labels,
+                                             [](const Tensor& out, const Tensor& label) {
+                                               return (out - label).to(at::kFloat).square().sum();
+                                             })
+                           .loss);
+      model.step(optimizer, {.asynchronous = asynchronous});
+    }
+    return losses;
+  }
+  nn::Sequential layers;
+  Model model;
+  Optimizer optimizer;
+};
+
+}  // namespace
+
+TEST_CASE("disk checkpoint: the files are those of moments in memory, and both go on with the same bits") {
+  const support::TemporaryFolder disk;
+  const std::vector<DiskRule> rules{
+      {"fp32", at::kFloat, torch::optim::AdamWOptions(0.02), optim::MomentFormat::kFloat32},
+      {"8 bits", at::kBFloat16, torch::optim::AdamOptions(0.02), optim::MomentFormat::kBlockwise8Bit},
+      {"Adafactor", at::kBFloat16, optim::Algorithm::kAdafactor, optim::MomentFormat::kFloat32},
+  };
+  for (const DiskRule& rule : rules) {
+    for (const bool asynchronous : {false, true}) {
+      CAPTURE(rule.name);
+      CAPTURE(asynchronous);
+      set_devices("virtual:2");
+      const support::TemporaryFolder of_memory, of_disk;
+      std::vector<Tensor> losses;
+      for (const bool is_on_disk : {false, true}) {
+        const support::TemporaryFolder& folder = is_on_disk ? of_disk : of_memory;
+        DiskTraining training(rule, is_on_disk ? &disk : nullptr);
+        at::manual_seed(7);
+        training.run(3, asynchronous);
+        // No memory for copies: updates wait until their block is written.
+        const Save save =
+            save_checkpoint(folder.path(), training.model, training.optimizer, {.snapshot_memory_bytes = 1});
+        losses = training.run(3, asynchronous);
+        save.wait();
+      }
+      const std::vector<files::FileRecord> written = files::read_manifest(of_disk / "step-3").files;
+      CHECK((written == files::read_manifest(of_memory / "step-3").files));
+      for (const bool is_on_disk : {false, true}) {
+        set_devices("virtual:3");
+        DiskTraining resumed(rule, is_on_disk ? &disk : nullptr);
+        // Over a state that is there.
+        resumed.run(1, asynchronous);
+        load_checkpoint((is_on_disk ? of_memory : of_disk).path(), resumed.model, resumed.optimizer);
+        const std::vector<Tensor> again = resumed.run(3, asynchronous);
+        for (size_t i = 0; i < again.size(); ++i) CHECK(at::equal(again[i], losses[i]));
+      }
+    }
+  }
+  CHECK(std::filesystem::is_empty(disk.path()));
+}

@@ -1,0 +1,108 @@
+"""Moments on a disk: the same bits, less memory, and nothing is lost when the disk fails or the process is killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import disk_program
+import roundpipe
+from disk_program import Training
+from robustness import script_environment
+from roundpipe import RoundPipe
+from sweeps import mostly_long
+
+PROGRAM = Path(disk_program.__file__)
+
+
+def lines_of(disk: str, run: Path, *arguments: str) -> dict[str, str]:
+    command = [sys.executable, str(PROGRAM), disk, str(run), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, env=script_environment(), check=False)
+    assert process.returncode == 0, process.stderr
+    return dict(line.split(" ", 1) for line in process.stdout.splitlines())
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_bits_and_states_are_those_in_memory(is_async: bool, tmp_path: Path) -> None:
+    plain, disk = Training(None), Training(str(tmp_path))
+    for training in (plain, disk):
+        for _ in range(4):
+            training.step(is_async)
+    assert plain.checksum() == disk.checksum()
+    stats = disk.optimizer.binding.disk_stats()
+    assert stats is not None and stats.read_bytes > 0 and stats.written_bytes > 0
+    assert plain.optimizer.binding.disk_stats() is None
+    memory, of_plain = disk.optimizer.host_memory(), plain.optimizer.host_memory()
+    assert memory.moments + memory.moments_on_disk == of_plain.moments
+    assert 0 < memory.moments <= 16384 and memory.total < of_plain.total
+    own, other = disk.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
+    assert own.keys() == other.keys()
+    for index, state in own.items():
+        assert state.keys() == other[index].keys()
+        assert all(torch.equal(state[name], other[index][name]) for name in state)
+    # And a state goes back, over one that is there.
+    disk.step(is_async)
+    disk.optimizer.load_state_dict(plain.optimizer.state_dict())
+    again = disk.optimizer.state_dict()["state"]
+    assert torch.equal(again[0]["exp_avg_sq"], other[0]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("kills", mostly_long([4, 200], 4))
+def test_killed_runs_leave_nothing_and_go_on_with_the_same_bits(kills: int, tmp_path: Path) -> None:
+    lines = lines_of(str(tmp_path / "disk"), tmp_path / "run", "lives", str(kills))
+    assert int(lines["reached"]) >= kills
+    expected = lines_of("", tmp_path / "whole", "train", lines["step"])
+    assert lines["weights"] == expected["weights"]
+    assert list((tmp_path / "disk").iterdir()) == []
+
+
+def test_a_disk_that_refuses_writes_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    lines = lines_of(str(tmp_path / "disk"), tmp_path / "run", "full")
+    assert lines["told"].startswith("[disk] cannot write ") and "File too large" in lines["told"]
+    assert f"of the scratch file in {tmp_path / 'disk'}" in lines["told"]
+    expected = Training(None)
+    for _ in range(4):
+        expected.step(is_async=False)
+    assert lines["weights"] == expected.checksum()
+    resumed = Training(None)
+    resumed.resume(tmp_path / "run")
+    assert resumed.steps == 3
+    resumed.step(is_async=False)
+    assert lines["weights"] == resumed.checksum()
+
+
+@pytest.mark.parametrize("devices", mostly_long(["virtual:1", "virtual:4"], "virtual:4"))
+def test_checkpoints_are_the_same_files(devices: str, tmp_path: Path) -> None:
+    contents = []
+    for place in (None, str(tmp_path / "disk")):
+        training = Training(place, devices)
+        for _ in range(2):
+            training.step(is_async=True)
+        run = tmp_path / f"run {place is None}"
+        roundpipe.save_checkpoint(run, training.model, training.optimizer, wait=True)
+        contents.append({file.name: file.read_bytes() for file in (run / "step-2").iterdir()})
+    assert contents[0].keys() == contents[1].keys()
+    for name, content in contents[0].items():
+        if name.endswith(".safetensors"):
+            assert content == contents[1][name], name
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    plain = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"disk are for a RoundPipe model"):
+        roundpipe.optim.AdamW(plain.parameters(), disk=str(tmp_path))
+    roundpipe.devices("virtual:1")
+    model = RoundPipe(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), name="refused")
+    with pytest.raises(ValueError, match=r"\[optim\] disk_memory is given without disk"):
+        roundpipe.optim.AdamW(model, disk_memory="1GB")
+    with pytest.raises(ValueError, match=r"\[disk\] the moments may take 100 B of host memory, expected at least"):
+        roundpipe.optim.AdamW(model, disk=str(tmp_path), disk_memory=100)
+    (tmp_path / "file").touch()
+    with pytest.raises(RuntimeError, match=r"\[disk\] cannot make"):
+        roundpipe.optim.AdamW(model, disk=str(tmp_path / "file" / "folder"), disk_memory=40_000)
+    assert roundpipe.optim.AdamW(model).host_memory().moments_on_disk == 0
