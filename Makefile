@@ -76,7 +76,7 @@ help:
 	@echo 'make test-wheel     installs that wheel into an empty environment and runs the demo there'
 	@echo 'make install PREFIX=DIR  the C++ library, its headers and its CMake package, and roundpipe-train'
 	@echo 'make site           the documentation with search, in build/site'
-	@echo 'make gallery        draws the pictures of docs/gallery.md anew'
+	@echo 'make gallery        draws the pictures of docs/evidence/gallery.md anew'
 	@echo 'make lint           ruff, mypy, clang-format, the schemas of .github'
 	@echo 'make format         let ruff and clang-format rewrite the sources'
 	@echo 'make bench          every benchmark in bench/'
@@ -297,7 +297,7 @@ install: $(BUILD)/.configured
 site: $(VENV)/.site
 	@$(BIN)/python tools/site.py
 
-# The pictures of docs/gallery.md.
+# The pictures of docs/evidence/gallery.md.
 gallery: build
 	@$(BIN)/python tools/gallery.py
 

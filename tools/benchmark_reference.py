@@ -16,7 +16,8 @@ PAGE = ROOT / "docs" / "reference" / "benchmarks.md"
 HEAD = """# Reference of the benchmarks
 
 Each program answers one question, which its first lines state. This page is made from them by
-`tools/benchmark_reference.py`; [benchmarks.md](../benchmarks.md) says how they are run, `--help` has their options.
+`tools/benchmark_reference.py`; [benchmarks.md](../evidence/benchmarks.md) says how they are run, `--help` has their
+options.
 """
 COMMAND = re.compile(r"^- command: (.*)$", re.M)
 DATE = re.compile(r"^\d{4}-\d\d-\d\d")

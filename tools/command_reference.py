@@ -35,7 +35,7 @@ TRAIN_HEAD = """## The program `roundpipe-train`
 The program of C++ alone, see [train.md](../train.md#without-python).
 
 """
-PAGES = re.compile(r"`?docs/([\w-]+\.md)`?")
+PAGES = re.compile(r"`?docs/(\w+/)?([\w-]+\.md)`?")
 ON_ITS_OWN = re.compile(r"^(?:torchrun |roundpipe )")
 
 
@@ -125,7 +125,7 @@ def prose(docstring: str) -> str:
         if all(ON_ITS_OWN.match(line) for line in lines):
             parts.append("```\n" + "\n".join(lines) + "\n```")
         else:
-            parts.append(PAGES.sub(r"[\1](../\1)", " ".join(lines)))
+            parts.append(PAGES.sub(r"[\2](../\1\2)", " ".join(lines)))
     return "\n\n".join(parts)
 
 

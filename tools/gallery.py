@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/gallery.md: make gallery
+"""Draws the pictures of docs/evidence/gallery.md: make gallery
 
 python tools/gallery.py [--out docs/images] [--only NAME] [--run FOLDER] [--quick]
 

@@ -24,7 +24,7 @@ What `import roundpipe` offers, then what lies in its modules, as far as the gui
 signatures and docstrings by `tools/python_reference.py`.
 """
 BLOCK = re.compile(r"^```python[^\n]*\n(.*?)^```$", re.M | re.S)
-PAGES = re.compile(r"`?docs/([\w-]+\.md)`?")
+PAGES = re.compile(r"`?docs/(\w+/)?([\w-]+\.md)`?")
 SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes):$")
 FIELD = re.compile(r"^(\*{0,2}\w[\w, *]*): (.*)$")
 WIDTH = 100
@@ -132,7 +132,7 @@ def prose(text: str | None) -> str:
         else:
             inside = inside and not line.strip()
             shown.append(line)
-    return PAGES.sub(r"[\1](../\1)", "\n".join(shown)).strip()
+    return PAGES.sub(r"[\2](../\1\2)", "\n".join(shown)).strip()
 
 
 def members(found: Found, seen: set[str]) -> Iterator[tuple[str, str, Found]]:
@@ -200,9 +200,9 @@ def entry(name: str, found: Found, shown: dict[tuple[str, str], str]) -> Iterato
 
 
 def imported_by_guides() -> dict[str, set[str]]:
-    """By module, the names that the blocks of README.md and the guides import from the package's modules."""
+    """By module, the names that the blocks of README.md and the other pages import from the package's modules."""
     found: dict[str, set[str]] = {}
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", *sorted({*(ROOT / "docs").glob("**/*.md")} - {PAGE})]:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             for node in ast.walk(ast.parse(block)):
                 if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("roundpipe."):

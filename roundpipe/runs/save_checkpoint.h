@@ -69,7 +69,7 @@ class Save {
 // Saves the complete state of a training as `folder`/step-N, while the training goes on: weights as safetensors, the
 // optimizer's state, gradients that no step has consumed, counters, random states. Call it after the step. A training
 // that loads the checkpoint continues with the same bits, in Python as well; docs/checkpoints.md,
-// docs/checkpoint-format.md.
+// docs/reference/checkpoint-format.md.
 //
 // With an Optimizer, nothing waits for the step under way. A block that is not written yet when the next step updates
 // it is copied first, within the memory for that; when that is used up, updates wait for the disk. With an optimizer of

@@ -19,7 +19,7 @@ using Type = json::value_t;
 
 namespace {
 
-// What one of the encoders makes at most: docs/checkpoint-format.md.
+// What one of the encoders makes at most: docs/reference/checkpoint-format.md.
 constexpr int kMostNesting = 66;
 constexpr std::size_t kMostDigits = 4300;  // of an integer that Python takes
 constexpr int64_t kMostMicrobatches = std::numeric_limits<int>::max();

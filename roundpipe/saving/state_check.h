@@ -8,7 +8,7 @@
 
 #include <roundpipe/saving/tensor_files.h>
 
-// What the states of a checkpoint have to hold. docs/checkpoint-format.md describes them.
+// What the states of a checkpoint have to hold. docs/reference/checkpoint-format.md describes them.
 namespace roundpipe {
 
 // Whose state a file holds: that of a process that trains alone; of several nodes, what they have in common, or what

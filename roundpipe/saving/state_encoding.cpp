@@ -119,9 +119,10 @@ StateValue::List decode_items(const json& items, const FindTensor& tensor, const
 
 StateValue decode_tagged(const json& value, const FindTensor& tensor, const std::string& path) {
   const auto unknown = [&]() {
-    return Error(concat("[load_checkpoint] ", path,
-                        " cannot be decoded, expected the encoding of docs/checkpoint-format.md; the checkpoint is "
-                        "damaged or newer than this version"));
+    return Error(
+        concat("[load_checkpoint] ", path,
+               " cannot be decoded, expected the encoding of docs/reference/checkpoint-format.md; the checkpoint is "
+               "damaged or newer than this version"));
   };
   // Of several names, one is the tag. Parsed objects do not keep their order.
   for (const char* const tag : {"array", "number"}) {
@@ -266,7 +267,7 @@ StateValue decode_state(const json& value, const FindTensor& tensor, const std::
     return decode_tagged(value, tensor, path);
   } catch (const json::exception& error) {
     throw Error(concat("[load_checkpoint] ", path, " cannot be decoded (", error.what(),
-                       "), expected the encoding of docs/checkpoint-format.md"));
+                       "), expected the encoding of docs/reference/checkpoint-format.md"));
   }
 }
 

@@ -10,8 +10,8 @@
 
 #include <roundpipe/saving/state_value.h>
 
-// Values as JSON and tensors: what a checkpoint's state.json and state.safetensors hold. docs/checkpoint-format.md
-// documents the encoding.
+// Values as JSON and tensors: what a checkpoint's state.json and state.safetensors hold.
+// docs/reference/checkpoint-format.md documents the encoding.
 namespace roundpipe {
 
 // A key of a dictionary as Python's str() prints it; paths of values have it.

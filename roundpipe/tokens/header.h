@@ -7,7 +7,7 @@ namespace roundpipe::tokens {
 
 static_assert(std::endian::native == std::endian::little, "token files are as they lie in memory");
 
-// The first bytes of a token file, as they lie there; see docs/token-files.md.
+// The first bytes of a token file, as they lie there; see docs/reference/token-files.md.
 struct Header {
   static constexpr char kMagic[8] = {'R', 'P', 'T', 'O', 'K', 'E', 'N', 'S'};
   static constexpr uint32_t kVersion = 1;

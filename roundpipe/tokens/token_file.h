@@ -13,9 +13,9 @@ class FileSystem;
 
 namespace roundpipe::tokens {
 
-// A file of tokens and documents, opened to read; docs/token-files.md is its format. Tokens are read when they are
-// asked for; the documents' ends take 8 bytes each. Of a file that was moved from, tokens and documents are refused by
-// std::invalid_argument. Thread safety: any thread.
+// A file of tokens and documents, opened to read; docs/reference/token-files.md is its format. Tokens are read when
+// they are asked for; the documents' ends take 8 bytes each. Of a file that was moved from, tokens and documents are
+// refused by std::invalid_argument. Thread safety: any thread.
 class TokenFile {
  public:
   // Checks header, size and the documents' ends. Throws std::invalid_argument for a file that is no token file, and

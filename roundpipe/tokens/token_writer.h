@@ -8,8 +8,9 @@
 
 namespace roundpipe::tokens {
 
-// Writes a token file (docs/token-files.md), which replaces what is at `path` when it is finished. One that is dropped
-// before leaves nothing behind. Memory: a part of the tokens, and 8 bytes a document. Thread safety: one thread.
+// Writes a token file (docs/reference/token-files.md), which replaces what is at `path` when it is finished. One that
+// is dropped before leaves nothing behind. Memory: a part of the tokens, and 8 bytes a document. Thread safety: one
+// thread.
 class TokenWriter {
  public:
   // Throws std::invalid_argument for a vocabulary that is no positive number below 2^31, and Error for a file that

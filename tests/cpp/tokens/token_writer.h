@@ -24,7 +24,7 @@ void append(std::string& bytes, Number number) {
   bytes.append(raw, sizeof(Number));
 }
 
-// The bytes of a token file, as docs/token-files.md says.
+// The bytes of a token file, as docs/reference/token-files.md says.
 template <typename Token>
 std::string token_bytes(const std::vector<std::vector<Token>>& documents, uint64_t vocabulary) {
   std::string tokens, ends;

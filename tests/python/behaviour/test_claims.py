@@ -1,4 +1,4 @@
-"""Each row of the README's claims and of docs/claims.md says where, when and with what its figure came about.
+"""Each row of the README's claims and of docs/evidence/claims.md says where, when and with what its figure came about.
 
 A row has its devices, host memory and settings, the kind and the date of its evidence, and its command. A report that
 it links has that date, and begins with its command. Commands are those of programs that exist, with options that they
@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 from roundpipe.cli import app
 
 ROOT = Path(__file__).resolve().parents[3]
-README, CLAIMS = ROOT / "README.md", ROOT / "docs" / "claims.md"
+README, CLAIMS = ROOT / "README.md", ROOT / "docs" / "evidence" / "claims.md"
 PLACE, EVIDENCE, COMMAND = "devices; host; settings", "evidence", "command"
 KIND = re.compile(r"(measured on a card|measured on CPU|emulated|predicted), (\d{4}-\d\d-\d\d)")
 NOT_MEASURED = "not measured yet"

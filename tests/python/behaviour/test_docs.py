@@ -34,7 +34,7 @@ TRANSLATIONS = sorted((ROOT / "docs" / "zh").glob("*.md"))
 # Examples that take a second or more, which `make test-all` runs.
 LONG = (
     *("docs/tutorial-chat.md", "docs/any-model.md", "docs/trainer.md", "docs/lora.md", "docs/memory.md"),
-    *("docs/following.md", "docs/plan-evidence.md", "docs/scaling.md", "docs/coming-from.md"),
+    *("docs/following.md", "docs/evidence/plans.md", "docs/evidence/scaling.md", "docs/coming-from.md"),
 )
 
 

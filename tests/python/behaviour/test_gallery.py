@@ -1,4 +1,4 @@
-"""tools/gallery.py, which draws the pictures of docs/gallery.md."""
+"""tools/gallery.py, which draws the pictures of docs/evidence/gallery.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_every_picture_can_be_drawn_again(tmp_path: Path) -> None:
     command = [sys.executable, "tools/gallery.py", "--quick", "--out", str(tmp_path), "--run", str(run)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    page = (ROOT / "docs" / "gallery.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "gallery.md").read_text()
     for name in ("timeline", "memory", "scaling", "training"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert f"](images/{name}.png)" in page
+        assert f"](../images/{name}.png)" in page

@@ -1,4 +1,4 @@
-"""The JSON that `roundpipe plan` prints, against the schema in docs/plan-files.md."""
+"""The JSON that `roundpipe plan` prints, against the schema in docs/reference/plan-files.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import roundpipe
 from roundpipe.cli import app
 from roundpipe.plan.options import PlanOptions
 
-DOCS = Path(roundpipe.__file__).resolve().parents[2] / "docs" / "plan-files.md"
+DOCS = Path(roundpipe.__file__).resolve().parents[2] / "docs" / "reference" / "plan-files.md"
 SMALL = ("--devices", "2", "--microbatches", "4", "--search-seconds", "0")
 
 

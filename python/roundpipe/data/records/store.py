@@ -1,11 +1,11 @@
 """Samples on disk: written record by record, read when they are asked for.
 
-A folder has a token file (`docs/token-files.md`) of samples, and one of runs: the lengths of the stretches of each
-sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has the number
-of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample that is
-rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample: its text, the kinds
-and files of its pictures, videos and sounds and the bytes that the processor makes of them, or null if it has no text;
-a sixth says where the lines begin, in 8 bytes each.
+A folder has a token file (`docs/reference/token-files.md`) of samples, and one of runs: the lengths of the stretches
+of each sample's tokens that do not count and that count, in turn, beginning with those that do not. A third file has
+the number of the first sample of each record, as little-endian numbers of 8 bytes, and a fourth a byte for each sample
+that is rated, 1 if it is good. For a model that takes pictures, a fifth has a line of JSON for each sample: its text,
+the kinds and files of its pictures, videos and sounds and the bytes that the processor makes of them, or null if it has
+no text; a sixth says where the lines begin, in 8 bytes each.
 """
 
 from __future__ import annotations

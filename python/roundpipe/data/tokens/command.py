@@ -43,9 +43,9 @@ def tokenize(options: TokenizeOptions) -> None:
 
     roundpipe tokenize --tokenizer MODEL_DIR --out train.tokens texts/ more.jsonl
 
-    A token file is a flat array of tokens with a small header (docs/token-files.md), which roundpipe-train and other
-    programs in C++ read. Texts are read one after the other. What cannot be used is left out, counted, and named with
-    its file and line. A run that fails leaves nothing behind.
+    A token file is a flat array of tokens with a small header (docs/reference/token-files.md), which roundpipe-train
+    and other programs in C++ read. Texts are read one after the other. What cannot be used is left out, counted, and
+    named with its file and line. A run that fails leaves nothing behind.
     """
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn

@@ -1,4 +1,4 @@
-"""Writes token files, see `docs/token-files.md`."""
+"""Writes token files, see `docs/reference/token-files.md`."""
 
 from __future__ import annotations
 
