@@ -99,7 +99,7 @@ def test_the_first_two_sections_are_translated() -> None:
 
 
 def test_the_glossary_has_forty_nouns_at_most() -> None:
-    nouns = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    nouns = re.findall(r"^- \*\*(.+?)\*\*: ", (ROOT / "docs" / "reference" / "glossary.md").read_text(), re.MULTILINE)
     assert 0 < len(nouns) <= 40 and len({noun.lower() for noun in nouns}) == len(nouns)
 
 

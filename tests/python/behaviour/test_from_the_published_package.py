@@ -1,4 +1,4 @@
-"""docs/from-the-published-package.md is true, row by row."""
+"""docs/reference/from-the-published-package.md is true, row by row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from roundpipe import (
 )
 from roundpipe.data.packed import RoundPipePackedData
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "from-the-published-package.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "reference" / "from-the-published-package.md"
 SHOWN: set[str] = set()
 Test = TypeVar("Test", bound=Callable[..., None])
 
