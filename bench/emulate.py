@@ -238,6 +238,7 @@ def draw(path: Path, steps: int, scale: float) -> None:
         prediction = predict(name, request)
         measured = emulation.emulate(prediction, request, steps, progress_of(name))
         bubble = bubble_percent(prediction, prediction.step_ms, measured.step_ms)
+        print(f"{name}: {measured.step_ms / prediction.step_ms:.3f} of the predicted step")
         title = f"{name}, measured: bubble {bubble:.1f} %, {measured.step_ms:,.0f} ms a step"
         rows.append((title, spans_of_records(measured.records[-1:])))
     pictures.write(path, f"{PICTURED}, {DEVICES} devices, measured", rows)
