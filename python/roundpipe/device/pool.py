@@ -152,7 +152,7 @@ def devices(spec: str | Sequence[str] | None = None, *, fp16_accumulation: bool 
             `debug` (fills freed device memory with NaN), `fail=` a fault on purpose, for example `fail=error@30` or,
             for device `virtual:2` only, `fail=2:hang@30` (see docs/devices.md).
         fp16_accumulation: whether products of fp16 matrices on CUDA devices are added up in fp16, at twice the rate on
-            GeForce cards, with fewer bits (see docs/float16.md). Without it, a new pool does what the environment
+            GeForce cards, with fewer bits (see docs/performance.md). Without it, a new pool does what the environment
             variable ROUNDPIPE_FP16_ACCUMULATION says: 1, or 0 as without one. With it and no spec, the current
             devices are made anew. It is torch's `torch.backends.cuda.matmul.allow_fp16_accumulation`, a switch of the
             whole process: work that runs is waited for before it turns, and it turns back when the next pool is made

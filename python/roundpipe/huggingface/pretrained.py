@@ -69,7 +69,7 @@ def from_pretrained(
         freeze: modules whose weights are not trained, by path or last part of it, such as "visual" or "embed_tokens".
         **options: options of `wrap_model_to_roundpipe` and `RoundPipe`; all others go to
             `from_pretrained` of transformers' class. Its `dtype` is "auto" here: the dtype in the files. Training in
-            torch.float16 needs a `GradScaler` (docs/float16.md).
+            torch.float16 needs a `GradScaler` (docs/training-loop.md).
 
     Returns:
         The model, in eval mode as from transformers: call `train()` before training. `save_pretrained` writes a folder

@@ -18,7 +18,7 @@ LogitStep: TypeAlias = Literal["tanh", "float32"] | tuple[Literal["multiply", "d
 Activation: TypeAlias = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 Arithmetic = Literal["exact", "fast"]
-"""The form in which native layers, heads and losses compute; see docs/native.md."""
+"""The form in which native layers, heads and losses compute; see docs/performance.md."""
 _FACTORS = {"multiply": _core.LogitStepKind.MULTIPLY, "divide": _core.LogitStepKind.DIVIDE}
 _STEPS = {"tanh": _core.LogitStepKind.TANH, "float32": _core.LogitStepKind.FLOAT32}
 
