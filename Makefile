@@ -147,7 +147,7 @@ $(BUILD)/.configured: $(VENV)/.package
 
 build: $(BUILD)/.configured
 	@! find roundpipe python/src -newer "$$(ls -t python/roundpipe/_core*.so 2>/dev/null | head -n 1)" 2>&1 | grep -q . || \
-	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 7 minutes on two cores"
+	  echo "$(if $(STEPS),step 2 of $(STEPS): )compiling the engine. About 10 minutes on two cores"
 	@$(NINJA) -C $(BUILD) _core
 
 $(BUILD)/.with_tests: $(BUILD)/.configured

@@ -54,7 +54,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         built, unpacked = Path(folder, "built"), Path(folder, "unpacked")
-        print("wheel: a source distribution, and from it a wheel. About 7 minutes on two cores", flush=True)
+        print("wheel: a source distribution, and from it a wheel. About 10 minutes on two cores", flush=True)
         run("build", "--no-isolation", "--outdir", str(built), str(SOURCE))
         (wheel,) = built.glob("*.whl")
         run("wheel", "unpack", "--dest", str(unpacked), str(wheel))
