@@ -65,6 +65,17 @@ EXAMPLES = examples()
 # Where the paths of pages begin: `runtime/engine.h`, `gpu/kit.py`, `roundpipe/train/demo/proof.py`.
 TOPS = [ROOT, ROOT / "roundpipe", ROOT / "bench", ROOT / "python", ROOT / "python" / "roundpipe"]
 NAMED_FILE = re.compile(r"`((?:[\w.-]+/)+[\w-]+\.(?:h|cpp|py|md|toml))`")
+# A page as messages, docstrings and comments name it.
+NAMED_PAGE = re.compile(r"\bdocs/[\w/-]+\.md\b")
+SOURCES = [
+    ROOT / "Makefile",
+    *(
+        path
+        for folder in ("bench", "examples", "programs", "python", "roundpipe", "tests", "tools")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.suffix in (".py", ".h", ".cpp", ".inl")
+    ),
+]
 
 
 def test_files_and_links_of_every_page_are_there() -> None:
@@ -76,6 +87,11 @@ def test_files_and_links_of_every_page_are_there() -> None:
         named |= {link for link in links if "://" not in link and not (page.parent / link).exists()}
         lost += [f"{page.name}: {name}" for name in sorted(named)]
     assert lost == []
+
+
+def test_pages_that_the_code_names_are_there() -> None:
+    named = {name: path for path in SOURCES for name in NAMED_PAGE.findall(path.read_text())}
+    assert {name: str(path) for name, path in named.items() if not (ROOT / name).exists()} == {}
 
 
 def test_the_index_lists_every_page() -> None:

@@ -1,4 +1,4 @@
-"""Further tiny models of text with pictures, videos or sounds: those that docs/models.md lists as others."""
+"""Further tiny models of text with pictures, videos or sounds: those that docs/reference/models.md lists as others."""
 
 from __future__ import annotations
 
