@@ -2,7 +2,9 @@
 
 A cell has the predicted tokens a second, with the microbatches of a step if they are fewer than training takes; `-`
 does not fit. The machine is described, not measured: a card of `--memory` that reaches `--tflops`, links of 25 GB/s in
-each direction, a host whose memory gives links 60 GB/s and whose optimizer updates 6 GB of bf16 weights a second.
+each direction, a host whose memory gives links 60 GB/s and whose optimizer updates 6 GB of bf16 weights a second, and a
+disk for moments that reads 3 GB/s while it writes as much. Least memory: synchronous steps with 8-bit moments, masters
+of 24 bits and gradients that are used at once.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from support.published_models import MODELS
 from support.report import Report, parser
@@ -18,11 +21,15 @@ from roundpipe.plan.machine import Machine
 from roundpipe.plan.options import PlanOptions
 from roundpipe.plan.within_memory import plan_within_memory
 
-WAYS = {
+LEAST: dict[str, Any] = {"mode": "sync", "moments": "8bit", "masters": "24bit", "gradients_at_once": True}
+WAYS: dict[str, dict[str, Any]] = {
     "all weights, fp32 moments": {},
     "all weights, 8-bit moments": {"moments": "8bit"},
+    "all weights, least memory": LEAST,
+    "all weights, least memory, disk": LEAST | {"disk": "/nvme"},
     "LoRA of rank 16": {"train": "lora"},
 }
+DISK = {"disk_both_gb_per_s": 3.0}
 RATES = {"link_up_gb_per_s": 25.0, "link_down_gb_per_s": 25.0, "host_gb_per_s": 60.0}
 UPDATE_GB_PER_S = 6.0
 # Fused attention alone is predicted.
@@ -42,7 +49,7 @@ def cell(options: PlanOptions) -> str:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
-    arguments.add_argument("--hosts", nargs="+", default=["64GB", "128GB", "256GB", "512GB"], help="memory of the host")
+    arguments.add_argument("--hosts", nargs="+", default=["64GB", "128GB", "192GB", "256GB", "512GB"], help="memory of the host")
     arguments.add_argument("--memory", default="24GB", help="of the card")
     arguments.add_argument("--tokens", type=int, default=8192, help="of a microbatch, in one row")
     arguments.add_argument("--tflops", type=float, default=100.0, help="what the card reaches")
@@ -59,7 +66,7 @@ def main() -> None:
     report.header(["model", "trained", *options.hosts])
     with tempfile.TemporaryDirectory() as folder:
         machine = Path(folder, "machine.toml")
-        machine.write_text(Machine("one card", [(1.0, 0)], RATES, UPDATE_GB_PER_S).text())
+        machine.write_text(Machine("one card", [(1.0, 0)], RATES, UPDATE_GB_PER_S, disk=DISK).text())
         for name in options.models:
             MODELS[name].config().save_pretrained(Path(folder, name))
             for way, values in WAYS.items():

@@ -6,7 +6,7 @@
 #include <ATen/ops/bitwise_right_shift.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/mixed.h>
+#include <roundpipe/core/fingerprint.h>
 
 namespace roundpipe::optim {
 

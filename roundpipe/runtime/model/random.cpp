@@ -10,7 +10,7 @@
 #include <ATen/core/Generator.h>
 
 #include <roundpipe/core/error.h>
-#include <roundpipe/core/mixed.h>
+#include <roundpipe/core/fingerprint.h>
 
 namespace roundpipe::runtime {
 
