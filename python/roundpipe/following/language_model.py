@@ -23,7 +23,15 @@ from roundpipe.following.refusals import left_out_at_random, refuse_compiled
 from roundpipe.following.rotary import LongRows
 from roundpipe.following.sample_batches import sample_batches
 from roundpipe.following.skeleton import FollowedModel
-from roundpipe.following.survey import Uses, find_stacks, forced_arguments, parts_of, sample_batch, watch
+from roundpipe.following.survey import (
+    Uses,
+    find_early_ends,
+    find_stacks,
+    forced_arguments,
+    parts_of,
+    sample_batch,
+    watch,
+)
 from roundpipe.following.tower_layers import cut_towers, tower_parts
 from roundpipe.following.verification import Found, place_of_before, try_training, verify
 from roundpipe.model.call.loss_function import LossScaler, OwnLoss
@@ -163,12 +171,10 @@ class LanguageModel:
                 raise CannotFollow(
                     f"its end reads values that random numbers made before its layers ({uses.ends.drawn})"
                 )
-            parts = parts_of(followed, uses)  # says which modules are no towers
+            find_early_ends(followed, uses)
             towers = cut_towers(followed)
-            if towers:
-                ends = {tower.number: tower.after for tower in towers}
-                parts = [*tower_parts(followed, towers), *parts_of(followed, uses, ends)]
-            for name, part in parts:
+            ends = {tower.number: tower.after for tower in towers}
+            for name, part in (*tower_parts(followed, towers), *parts_of(followed, uses, ends)):
                 self.chain.add_module(name, part)
             if not self.is_causal:
                 try_training(followed, batch)

@@ -198,10 +198,10 @@ class Before(Part):
         followed: FollowedModel,
         names: set[str],
         buffers: dict[str, torch.Tensor],
-        towers: Mapping[int, nn.Module] | None = None,
+        towers: Mapping[int, nn.Module],
     ) -> None:
         super().__init__(followed, names, buffers)
-        self.towers = nn.ModuleDict({str(number): after for number, after in (towers or {}).items()})
+        self.towers = nn.ModuleDict({str(number): after for number, after in towers.items()})
 
     def forward(self, *args: Any, **kwargs: Any) -> PartState:
         cut = None

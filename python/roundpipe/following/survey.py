@@ -257,31 +257,34 @@ class Uses:
                 self._visit(argument, seen, self.between[op.segment - 1] if op.segment else self.before)
 
 
-def parts_of(
-    followed: FollowedModel, uses: Uses, towers: Mapping[int, nn.Module] | None = None
-) -> list[tuple[str, nn.Module]]:
-    """The pipeline's layers, with their names.
+def find_early_ends(followed: FollowedModel, uses: Uses) -> None:
+    """Sets `followed.ends_early`, which says which modules are no towers, and which parameters the end needs again."""
+    # Parameters beside towers, such as the line break between rows of a picture, count even if this run did not use
+    # them: the outputs may hold what they were used for.
+    beside = _idle(followed, uses, towers_of(followed.model, followed.layers))
+    followed.ends_early = frozenset(uses.ends.early | beside)
+
+
+def _idle(followed: FollowedModel, uses: Uses, towers: Iterable[nn.Module]) -> set[str]:
+    """The parameters outside of the layers and these towers that this run did not use. Others may use them, with other
+    arguments."""
+    inside = [*(followed.layers[index] for index in set(followed.order)), *towers]
+    not_around = {id(parameter) for module in inside for parameter in module.parameters()}
+    around = {followed.names[id(p)] for p in followed.model.parameters() if id(p) not in not_around}
+    return around.difference(uses.before, uses.ends.late, uses.ends.early, *uses.between)
+
+
+def parts_of(followed: FollowedModel, uses: Uses, towers: Mapping[int, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The pipeline's layers, with their names. REQUIRES: `find_early_ends` came before.
 
     Args:
         towers: the parts after the layers of towers that are cut, by the number of the tower.
     """
     buffers = buffers_around(followed)
-    in_layers = {id(p) for index in set(followed.order) for p in followed.layers[index].parameters()}
-    cut = {id(p) for number in towers or () for p in followed.towers()[number].parameters()}
-    after = uses.ends.late | uses.ends.early
-    used = uses.before.union(after, *uses.between)
-    # Parameters that this run did not use may be used by others, with other arguments.
-    idle = {
-        followed.names[id(parameter)]
-        for parameter in followed.model.parameters()
-        if id(parameter) not in in_layers | cut and followed.names[id(parameter)] not in used
-    }
     parameters = {followed.names[id(p)]: p for p in followed.model.parameters()}
-    # Beside towers, such as the line break between rows of a picture: the outputs may hold what they were used for.
-    in_towers = {id(p) for tower in towers_of(followed.model, followed.layers) for p in tower.parameters()}
-    beside = {name for name in idle if id(parameters[name]) not in in_towers}
-    followed.ends_early = frozenset(uses.ends.early | beside)
-    after = after | beside
+    modules = followed.towers()
+    idle = _idle(followed, uses, [modules[number] for number in towers])
+    after = uses.ends.late | followed.ends_early
     if uses.ends_in_values:
         after, idle = after | idle, set()
     parts: list[tuple[str, nn.Module]] = [("before", Before(followed, uses.before | idle, buffers, towers))]

@@ -23,7 +23,7 @@ from roundpipe.following.parts import ENDING, FREQUENCIES, Before, Part, buffers
 from roundpipe.following.pictures.tower_samples import tower_samples
 from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder
 from roundpipe.following.skeleton import FollowedModel, Over, Run, TowerCall
-from roundpipe.following.survey import Uses, evaluating, find_stacks, parts_of, watch
+from roundpipe.following.survey import Uses, evaluating, find_early_ends, find_stacks, parts_of, watch
 from roundpipe.following.verification import same_outputs, try_training
 
 _FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -106,7 +106,8 @@ def _cut_at(tower: PreTrainedModel, layers: list[nn.Module], samples: list[dict[
     uses = Uses(followed, samples[0])
     if uses.ends.drawn is not None:
         raise CannotFollow("its end reads random numbers")
-    parts = [part for _, part in parts_of(followed, uses)]
+    find_early_ends(followed, uses)
+    parts = [part for _, part in parts_of(followed, uses, {})]
     try_training(followed, samples[0])
     for index, sample in enumerate(samples):
         with evaluating(tower):
