@@ -14,6 +14,7 @@ from roundpipe import _core
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import hidden_states
 from roundpipe.following.placeholder import (
+    WITHOUT_VALUES,
     CannotFollow,
     Made,
     Placeholder,
@@ -328,7 +329,7 @@ class Before(Part):
         try:
             with torch.no_grad():
                 return Skeleton(self.followed, self._buffers).run(run, args, kwargs)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+        except (*WITHOUT_VALUES, AttributeError, ValueError):
             return None
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from roundpipe.following.layers.shadow import ShadowTree
+from roundpipe.following.placeholder import WITHOUT_VALUES
 from roundpipe.following.program import Ref
 from roundpipe.following.survey import evaluating
 from roundpipe.following.verification import place_of_before, state_before_layers
@@ -36,7 +37,7 @@ def other_alone(
             parts = [ShadowTree(part, {}).root for part in parts[: place_of_before(parts) + 1]]
             whole = _first_call(parts, together)
             each = [(row, arguments, _first_call(parts, arguments)) for row, arguments in alone]
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError):
+    except (*WITHOUT_VALUES, AttributeError, ValueError):
         return None  # a run that fails says so itself
     rows = len(together["input_ids"])
     for row, arguments, mine in each:

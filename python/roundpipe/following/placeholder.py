@@ -49,6 +49,11 @@ device_of = torch.Tensor.device.__get__
 _IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__"}
 
 
+WITHOUT_VALUES = (ArithmeticError, LookupError, RuntimeError, TypeError)
+"""What code raises that runs without the values that it needs: in torch or in Python, over a size, a key or a type. Who
+expects AttributeError, too, or ValueError, among which `CannotFollow` is, adds it."""
+
+
 class CannotFollow(ValueError):  # noqa: N818  a refusal, not a fault
     """A model's forward does something that a pipeline could not reproduce."""
 

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from roundpipe.following import collector
 from roundpipe.following.call_shapes import OutputShape, hidden_states
 from roundpipe.following.parts import After, Before, Ends, OwnLayer, RecordingRun, buffers_around
-from roundpipe.following.placeholder import CannotFollow, Op, Placeholder
+from roundpipe.following.placeholder import WITHOUT_VALUES, CannotFollow, Op, Placeholder
 from roundpipe.following.program import holds_tensors
 from roundpipe.following.sample_batches import vocabulary_of
 from roundpipe.following.skeleton import FollowedModel, Skeleton
@@ -223,7 +223,7 @@ class Uses:
         with evaluating(followed.model):
             try:
                 output = skeleton.run(run, (), batch)
-            except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError):
+            except (*WITHOUT_VALUES, ValueError):
                 if not run.recorder.ended:
                     raise
                 # Code after the last layer needs values, which it has when it really runs.

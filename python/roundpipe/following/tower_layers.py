@@ -21,12 +21,12 @@ from roundpipe.following.call_shapes import Arguments
 from roundpipe.following.layers.shadow import ShadowTree
 from roundpipe.following.parts import ENDING, FREQUENCIES, Before, Part, buffers_around
 from roundpipe.following.pictures.tower_samples import tower_samples
-from roundpipe.following.placeholder import CannotFollow, Placeholder, Recorder
+from roundpipe.following.placeholder import WITHOUT_VALUES, CannotFollow, Placeholder, Recorder
 from roundpipe.following.skeleton import FollowedModel, Over, Run, TowerCall
 from roundpipe.following.survey import Uses, evaluating, find_early_ends, find_stacks, parts_of, watch
 from roundpipe.following.verification import same_outputs, try_training
 
-_FAILURES = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RuntimeError, TypeError, ValueError)
+_FAILURES = (*WITHOUT_VALUES, AttributeError, ValueError)
 
 
 @dataclass
