@@ -20,8 +20,12 @@ if TYPE_CHECKING:
 
 
 def towers_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The outermost modules with parameters that hold no layer of the model and are in none, in the model's order, but
-    for tables of embeddings, which read no values."""
+    """The modules beside the layers of the model, but for tables of embeddings, which read no values."""
+    return [module for module in modules_beside(model, layers) if not isinstance(module, nn.Embedding)]
+
+
+def modules_beside(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """The outermost modules with parameters that hold none of these layers and are in none, in the model's order."""
     own = {id(layer) for layer in layers}
     found: dict[int, nn.Module] = {}
 
@@ -31,7 +35,7 @@ def towers_of(model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
                 continue
             if any(id(inner) in own for inner in child.modules()):
                 look(child)
-            elif not isinstance(child, nn.Embedding) and next(child.parameters(), None) is not None:
+            elif next(child.parameters(), None) is not None:
                 found[id(child)] = child
 
     look(model)

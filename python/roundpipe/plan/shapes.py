@@ -27,6 +27,7 @@ from roundpipe.following.native.decoder import NativeDecoder, native_decoder
 from roundpipe.following.parts import LEAST_LOGITS_BYTES
 from roundpipe.following.survey import find_layers
 from roundpipe.following.tower_layers import likely_layers
+from roundpipe.following.towers import modules_beside
 from roundpipe.model.losses.lazy_logits import LazyLogits
 from roundpipe.model.losses.token_loss import TokenLoss
 from roundpipe.model.memory.budget import ADAM, HostPrediction, UpdateRule, predict_unloaded
@@ -109,8 +110,8 @@ def make_model(
     """Makes the model on the meta device.
 
     Args:
-        lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` of the
-            layers. Experts stored as one tensor are not such modules.
+        lora_rank: None trains everything; otherwise only PEFT's adapters of that rank on every `nn.Linear` with the
+            name of one in the layers of the text. Experts stored as one tensor are not such modules.
         adapters: trains these instead.
         quantise: the format of frozen weights, and `keep` the modules whose weights stay, as of `from_pretrained`.
         folder: with the model's files, whose headers are read if the config says that weights are encoded there.
@@ -155,7 +156,7 @@ def make_model(
     if lora_rank is not None:
         from peft import LoraConfig
 
-        modules = find_layers(model).named_modules()
+        modules = _layers_of_text(model).named_modules()
         linear = {name.rpartition(".")[2] for name, module in modules if plain_class(module) is nn.Linear}
         adapters = LoraConfig(r=lora_rank, target_modules=sorted(linear), task_type="CAUSAL_LM")
     if adapters is not None:
@@ -163,6 +164,11 @@ def make_model(
             model = add_adapters(model, adapters, low_cpu_mem_usage=True)
     made: nn.Module = model.train()
     return made
+
+
+def _layers_of_text(model: Any) -> nn.ModuleList:
+    """The layers of a transformers model, not those of a tower, which may be larger."""
+    return find_layers(model.get_decoder())
 
 
 def measure(
@@ -285,7 +291,7 @@ class _Walk:
     ) -> None:
         self._model, self._chunk_logit_bytes, self._arithmetic = model, chunk_logit_bytes, arithmetic
         self._inner, self._arguments = inner, arguments
-        self._layers = list(find_layers(inner.get_decoder()))
+        self._layers = list(_layers_of_text(inner))
         self._ids = arguments["input_ids"]
         self._given = sum(value.nbytes for value in arguments.values() if isinstance(value, torch.Tensor))
         self._towers = _Towers(inner, self._layers)
@@ -515,17 +521,7 @@ class _Towers:
     def __init__(self, inner: nn.Module, layers: Sequence[nn.Module]) -> None:
         self.called, self.first = list[nn.Module](), list[nn.Module]()
         self.are_over = self._have_begun = False
-        known = {id(module) for module in (*layers, inner.get_input_embeddings())}  # type: ignore[operator]
-        self._parts: list[nn.Module] = []
-        left = [inner]
-        for module in left:
-            for part in module.children():
-                if id(part) in known:
-                    continue
-                if any(id(each) in known for each in part.modules()):
-                    left.append(part)
-                elif next(part.parameters(), None) is not None:
-                    self._parts.append(part)
+        self._parts = modules_beside(inner, [*layers, inner.get_input_embeddings()])  # type: ignore[operator]
         self.layers = [layer for part in self._parts for layer in likely_layers(part)]
 
     @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlavaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 import roundpipe
@@ -88,6 +88,17 @@ def test_adapters_alone_train() -> None:
     assert 0 < shapes.trained < 0.05 * shapes.parameters
     assert shapes.first_trained == 1 and shapes.layers[0].size.gradients == 0
     assert shapes.host().gradients == 4 * shapes.trained  # adapters are in fp32
+
+
+def test_adapters_are_those_of_the_text_beside_a_larger_tower() -> None:
+    text = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, **SIZES}
+    tower = {"model_type": "clip_vision_model", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+    tower |= {"num_attention_heads": 4, "image_size": 16, "patch_size": 4}
+    model = make_model(LlavaConfig(text_config=text, vision_config=tower), lora_rank=4, kind="pictures")
+    adapted = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if "lora_A" in name}
+    of_text = {name.rpartition(".")[2] for name in adapted if ".language_model.layers." in name}
+    assert of_text == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert {name.rpartition(".")[2] for name in adapted} == of_text  # not out_proj, fc1 and fc2 of the tower
 
 
 def test_a_model_without_fused_attention_is_refused() -> None:
