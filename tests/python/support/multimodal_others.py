@@ -256,6 +256,14 @@ def _tokens(image: str = "image_token_id", **more: Any) -> dict[str, Any]:
 _INDEX = _tokens("image_token_index")
 _BOTH = {**_INDEX, "video_token_index": VIDEO}
 
+
+def _in_tiles(name: str, text: dict[str, Any], tower: dict[str, Any], tokens_of_a_frame: int) -> Multimodal:
+    """A model that cuts pictures into tiles, and takes videos."""
+    vision = {**tower, "patch_size": 8}
+    made = _model(name, text_config=text, vision_config=vision, image_grid_pinpoints=_PINPOINTS, **_BOTH)
+    return Multimodal(made, llava_next_images, _videos(tokens_of_a_frame))
+
+
 OTHERS: dict[str, Multimodal] = {
     "LLaVA": Multimodal(
         _model("LlavaForConditionalGeneration", text_config=_LLAMA, vision_config=_CLIP, **_INDEX), _pictures(16)
@@ -270,28 +278,8 @@ OTHERS: dict[str, Multimodal] = {
         ),
         _pictures(16),
     ),
-    "LLaVA-NeXT-Video": Multimodal(
-        _model(
-            "LlavaNextVideoForConditionalGeneration",
-            text_config=_LLAMA,
-            vision_config={**_CLIP, "patch_size": 8},
-            image_grid_pinpoints=_PINPOINTS,
-            **_BOTH,
-        ),
-        llava_next_images,
-        _videos(2),
-    ),
-    "LLaVA-OneVision": Multimodal(
-        _model(
-            "LlavaOnevisionForConditionalGeneration",
-            text_config=_QWEN2,
-            vision_config={**_SIGLIP, "patch_size": 8},
-            image_grid_pinpoints=_PINPOINTS,
-            **_BOTH,
-        ),
-        llava_next_images,
-        _videos(3),
-    ),
+    "LLaVA-NeXT-Video": _in_tiles("LlavaNextVideoForConditionalGeneration", _LLAMA, _CLIP, 2),
+    "LLaVA-OneVision": _in_tiles("LlavaOnevisionForConditionalGeneration", _QWEN2, _SIGLIP, 3),
     "Video-LLaVA": Multimodal(
         _model("VideoLlavaForConditionalGeneration", text_config=_LLAMA, vision_config=_CLIP, **_BOTH),
         _pictures(16),
