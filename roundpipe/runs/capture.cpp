@@ -170,6 +170,7 @@ void Capture::take(const std::vector<TrainedModel>& models, CopySteps* copies, c
     entry["state_dict"] = contents_->encoder().encode(state_dict, "optimizer", /*copies_tensors=*/false);
     common_["optimizer"] = std::move(entry);
   }
+  for (const TrainedModel& model : models) model.pipeline->gradients().gather();
   take_shown_gradients();
   const auto has_gradients = [](const TrainedModel& model) { return model.pipeline->gradients().any(); };
   if (std::ranges::none_of(models, has_gradients)) return;

@@ -299,6 +299,7 @@ void ModelOptimizer::adopt_replaced() {
 }
 
 void ModelOptimizer::take_writes() {
+  for (const auto& pipeline : pipelines_) pipeline->gradients().gather();
   adopt_replaced();
   restart_masters();
 }

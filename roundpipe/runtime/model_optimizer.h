@@ -45,7 +45,8 @@ class ModelOptimizer {
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                 double loss_scale = 0);
 
-  // Lets the state have what the user has written to parameters since the last step, as the next step would.
+  // Lets the state have what the user has written to parameters since the last step, and gradients what lies beside
+  // them, as the next step would.
   void take_writes();
 
   // The norm of the gradients of the last step that has been waited for, for the next one that clips by it; none: it

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
 
 namespace roundpipe::runtime {
@@ -13,6 +14,13 @@ namespace {
 // How often a gradient has been written to; a tensor made in inference mode does not count its writes.
 uint32_t version_of(const at::Tensor& gradient) {
   return gradient.defined() && !gradient.is_inference() ? gradient._version() : 0;
+}
+
+// A sum of the engine and what `.grad` holds beside it; either may be undefined.
+at::Tensor together(const at::Tensor& sum, const at::Tensor& beside) {
+  const at::Tensor dense = beside.defined() && beside.layout() != c10::kStrided ? beside.to_dense() : beside;
+  if (!sum.defined()) return dense;
+  return dense.defined() ? sum + dense : sum;
 }
 
 }  // namespace
@@ -39,13 +47,17 @@ void GradientLedger::show() {
     const auto& parameters = model_.blocks[b].block->parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
       // Without a sum, what is there is the user's own, or another model's over the same parameters.
-      at::Tensor gradient = model_.gradients[b]
-                                ? memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i)
-                                : parameters[i].tensor.grad();
+      const at::Tensor beside = parameters[i].tensor.grad();
+      at::Tensor gradient = beside;
+      if (model_.gradients[b]) {
+        gradient = together(memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i), beside);
+      }
       // As autograd leaves them: in the parameter's own dtype.
       if (gradient.defined()) gradient = gradient.to(parameters[i].tensor.scalar_type());
       parameters[i].tensor.mutable_grad() = gradient;
-      shown_gradients_.emplace_back(gradient, version_of(gradient));
+      // The block does not have what lay beside its sum, so import() must not take it for what is shown.
+      const bool as_in_block = !model_.gradients[b] || !beside.defined();
+      shown_gradients_.emplace_back(as_in_block ? gradient : at::Tensor(), version_of(gradient));
     }
   }
   shown_ = true;
@@ -126,13 +138,14 @@ void GradientLedger::import() {
     imported->received.assign(parameters.size(), 0);
     for (size_t i = 0; i < parameters.size(); ++i) {
       at::Tensor& gradient = parameters[i].tensor.mutable_grad();
-      at::Tensor kept = gradient;
-      if (!kept.defined() && current && !shown_) {
+      at::Tensor sum;
+      if (current && !shown_) {
         device::wait_interruptible(*current->landed);
-        kept = memory::gradient(*current, layout, i);
+        sum = memory::gradient(*current, layout, i);
       }
+      const at::Tensor kept = together(sum, gradient);
       if (!kept.defined()) continue;
-      layout.view(imported->flat, i).copy_(kept.layout() == c10::kStrided ? kept : kept.to_dense());
+      layout.view(imported->flat, i).copy_(kept);
       imported->received[i] = 1;
       gradient.reset();
     }

@@ -9,7 +9,9 @@
 namespace roundpipe::runtime {
 
 // Who holds a model's gradients: the engine, summed in blocks since the last step (ModelState::gradients), or the user,
-// in the parameters' `.grad`. This class moves them between the two.
+// in the parameters' `.grad`. This class moves them between the two. What autograd leaves in `.grad` beside sums that
+// are not shown, for code outside of the layers that uses a parameter (a penalty, a head on tied weights), counts with
+// them.
 // Thread safety: the caller's thread.
 class GradientLedger {
  public:
@@ -19,14 +21,18 @@ class GradientLedger {
   // Whether there are gradients that no step has taken, from calls that are over or in flight.
   bool any() const;
   // Moves `.grad` back into the engine's sums: gradients that show() put there, which the user may have cleared or
-  // changed, or the user's own. Waits for a sum that is in flight if only some of its block's parameters have a
-  // `.grad`.
+  // changed, or what lies beside the sums. Waits for a sum that is in flight if its block's parameters have a `.grad`.
   void import();
+  // Adds what lies beside sums that are not shown to them, as the next call would.
+  void gather() {
+    if (!shown_ && any()) import();
+  }
   // Imports, then returns the sums: one entry for each block, null where there is none. The next calls start new ones.
   std::vector<memory::GradientBlockPtr> take();
   // Drops the sums and every `.grad`, without waiting for gradients in flight.
   void drop();
-  // Puts the sums into `.grad`, in the parameters' own dtypes. REQUIRES: no call is running.
+  // Puts the sums, with what lies beside them, into `.grad`, in the parameters' own dtypes. REQUIRES: no call is
+  // running.
   void show();
   // Whether show() has put the sums into `.grad`, where the user may have changed or cleared them.
   bool shown() const { return shown_; }

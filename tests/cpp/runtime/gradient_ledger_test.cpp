@@ -60,6 +60,30 @@ TEST_SUITE("pipeline gradients") {
     }
   }
 
+  TEST_CASE("what autograd leaves in .grad beside sums that are not shown counts with them") {
+    use_devices("virtual:2,debug");
+    PipedModel piped("m", {linear_layer("first", 4), linear_layer("second", 4)});
+    const Batch batch = make_batch(2, 3, 4);
+    train(piped, batch);
+    piped.synchronize();
+    const at::Tensor once = weight(piped).grad().clone();
+    weight(piped).mutable_grad().reset();
+    piped.pipeline().take_gradients();
+    train(piped, batch);
+    weight(piped).mutable_grad() = at::ones_like(once);
+
+    SUBCASE("shown, then taken") {
+      piped.synchronize();
+      CHECK(same_bits(weight(piped).grad(), once + 1));
+    }
+    SUBCASE("taken at once") {}
+    const auto taken = piped.pipeline().take_gradients();
+    const auto& block = piped.pipeline().model().blocks[0];
+    taken[0]->landed->wait_complete();
+    CHECK(same_bits(memory::gradient(*taken[0], block.gradient_layout, 0), once + 1));
+    CHECK_FALSE(weight(piped).grad().defined());
+  }
+
   TEST_CASE("a forward leaves .grad to the user until its backward") {
     use_devices("virtual:2,debug");
     PipedModel piped("m", {linear_layer("first", 4), linear_layer("second", 4)});
