@@ -49,7 +49,8 @@ def cell(options: PlanOptions) -> str:
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--models", nargs="+", default=NAMES, choices=NAMES)
-    arguments.add_argument("--hosts", nargs="+", default=["64GB", "128GB", "192GB", "256GB", "512GB"], help="memory of the host")
+    hosts = ["64GB", "128GB", "192GB", "256GB", "512GB"]
+    arguments.add_argument("--hosts", nargs="+", default=hosts, help="memory of the host")
     arguments.add_argument("--memory", default="24GB", help="of the card")
     arguments.add_argument("--tokens", type=int, default=8192, help="of a microbatch, in one row")
     arguments.add_argument("--tflops", type=float, default=100.0, help="what the card reaches")
