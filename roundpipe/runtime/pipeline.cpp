@@ -582,7 +582,6 @@ void Pipeline::keep_gradients_in_fp32() {
 void Pipeline::bound_gradients(bool is_bounded) {
   if (!is_bounded && !model_->gradient_room) return;
   drain();
-  gradients_.drop();
   model_->bound_gradients(is_bounded);
 }
 

@@ -96,7 +96,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // From now on, 16-bit weights have fp32 gradients on the host. Waits until no call is running; drops gradients that
   // no step has taken.
   void keep_gradients_in_fp32();
-  // See ModelState::bound_gradients. Waits until no call is running; drops gradients that no step has taken.
+  // See ModelState::bound_gradients. Waits until no call is running; gradients that no step has taken stay.
   void bound_gradients(bool is_bounded);
   // Points the user's parameters at the current version, and puts the summed gradients into their .grad. Call drain()
   // before.

@@ -111,8 +111,8 @@ TEST_CASE("gradients at once: another optimizer of the model may keep them again
   for (AtOnce* const each : {&plain, &at_once}) {
     each->forward_backward(0);
     each->model.step(each->optimizer, kSynchronous);
-    Optimizer next(each->model, torch::optim::AdamWOptions(0.01));
     each->forward_backward(1);
+    Optimizer next(each->model, torch::optim::AdamWOptions(0.01));
     each->forward_backward(2);
     each->model.step(next, {.asynchronous = true, .max_grad_norm = 0.5});
     each->model.synchronize();
