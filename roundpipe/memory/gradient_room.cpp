@@ -76,12 +76,13 @@ void GradientRoom::grant() noexcept {
 
 void GradientRoom::Share::become(State next) noexcept {
   if (is_left_behind()) return;
+  bool waited = false;
   {
     const MutexLock lock(room_->mutex_);
     if (next <= state_) return;
     if (state_ == State::kWaiting && next != State::kGivenBack) return;
     const auto is_ending = [](State state) { return state == State::kMoving || state == State::kUsed; };
-    const bool waited = state_ == State::kWaiting;
+    waited = state_ == State::kWaiting;
     room_->ending_ += static_cast<int>(is_ending(next)) - static_cast<int>(is_ending(state_));
     if (next == State::kGivenBack) {
       if (waited) {
@@ -92,6 +93,7 @@ void GradientRoom::Share::become(State next) noexcept {
     }
     state_ = next;
   }
+  if (waited) granted_->fire();  // so that a transfer that has been cancelled ends
   room_->grant();
 }
 

@@ -31,7 +31,7 @@ class GradientRoom : public std::enable_shared_from_this<GradientRoom> {
     Share(const Share&) = delete;
     Share& operator=(const Share&) = delete;
 
-    // Fires when the transfer may begin.
+    // Fires when the transfer may begin, or when the share is given back before.
     const device::EventPtr& granted() const { return granted_; }
     // The transfer is over, and nobody uses the gradients yet.
     void arrived() noexcept { become(State::kHere); }

@@ -40,7 +40,10 @@ TEST_CASE("gradient room: one share is always granted, and a dropped one gives i
   auto a = room->ask(100);
   CHECK(is_granted(a));
   auto b = room->ask(1), c = room->ask(2);
-  b.reset();  // out of turn
+  const roundpipe::device::EventPtr of_b = b->granted();
+  CHECK_FALSE(of_b->complete());
+  b.reset();                // out of turn
+  CHECK(of_b->complete());  // whoever waits for it has to learn that its transfer is cancelled
   a.reset();
   CHECK(is_granted(c));
 }
