@@ -97,6 +97,8 @@ class ForModel(BoundOptimizer):
             super().__init__(params, *args, **kwargs)
             return
         formats.check()
+        if disk is not None and not os.fspath(disk).strip():
+            raise ValueError(f"[optim] disk is {disk!r}, expected a folder on a disk, or None for moments in memory")
         if disk is None and disk_memory is not None:
             raise ValueError("[optim] disk_memory is given without disk; name a folder on a disk as well")
         self.disk = _core.DiskOptions(

@@ -98,6 +98,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         roundpipe.optim.AdamW(plain.parameters(), disk=str(tmp_path))
     roundpipe.devices("virtual:1")
     model = RoundPipe(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), name="refused")
+    with pytest.raises(ValueError, match=r"\[optim\] disk is '', expected a folder"):
+        roundpipe.optim.AdamW(model, disk="")
     with pytest.raises(ValueError, match=r"\[optim\] disk_memory is given without disk"):
         roundpipe.optim.AdamW(model, disk_memory="1GB")
     with pytest.raises(ValueError, match=r"\[disk\] the moments may take 100 B of host memory, expected at least"):
