@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "an outbox that does not wait for compute",
         "roundpipe/runtime/worker/outbox.cpp",
-        "transfer::Transfer transfer{priority, {computed},",
-        "transfer::Transfer transfer{priority, {},",
+        "transfer::Transfer transfer{priority, {computed, room},",
+        "transfer::Transfer transfer{priority, {room},",
         LATE,
     ),
     Mutant(
