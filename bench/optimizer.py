@@ -11,15 +11,17 @@ packages run in processes of their own, from a folder that only they see:
     pip install --target A --no-deps roundpipe==0.1.1 py-cpuinfo ninja
     pip install --target B --no-deps deepspeed einops hjson msgpack ninja packaging psutil py-cpuinfo tqdm
     pip install --target C --no-deps torchao
-    python bench/optimizer.py --published A --deepspeed B --torchao C
+    pip install --target D --no-deps bitsandbytes
+    python bench/optimizer.py --published A --deepspeed B --torchao C --bitsandbytes D
 
-They compile their kernels when they first run (a C++ compiler is needed), the first two into the same folder. Of
-torchao, it is AdamW with moments of 8 bits; bitsandbytes has none that runs on the CPU.
+The first three compile their kernels when they first run (a C++ compiler is needed), the first two into the same
+folder. Of torchao and bitsandbytes, it is AdamW with moments of 8 bits.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -51,12 +53,19 @@ FORMATS = {
         (SHORT_8BIT, _core.MomentFormat.BLOCKWISE_8BIT, _core.MasterFormat.BITS_24),
     ]
 }
-PEERS = {"published": "roundpipe (published)", "deepspeed": "DeepSpeed", "torchao": "torchao, 8-bit"}
+PEERS = {
+    "published": "roundpipe (published)",
+    "deepspeed": "DeepSpeed",
+    "torchao": "torchao, 8-bit",
+    "bitsandbytes": "bitsandbytes, 8-bit",
+}
+IN_8_BITS = (OURS_8BIT, SHORT_8BIT, PEERS["torchao"], PEERS["bitsandbytes"])
 COPY, MEMCPY, SCALE = "copy", "memcpy", "scale"  # not contestants, but run in the same turns
 # Read and written, a parameter.
 OURS_BYTES = {OURS: 26, OURS_8BIT: 14 + 1 / 16, SHORT: 24, SHORT_8BIT: 12 + 1 / 16}
 HELD_BYTES = 14 + 8 + 13 + 7 + 1 / 8 + 20 + 2  # a parameter, of ours, torch's and the gradients to copy from
 PEER_HELD_BYTES = 20 + 2
+WHOLE = 2048  # sizes are multiples of it, without which torchao's moments are fp32
 FIRST_STEPS = 3
 # How far weights may be from torch's: the largest distance, of each weight's size plus the root mean square of all.
 # Masters of 24 bits are rounded at the start and in each step.
@@ -220,7 +229,7 @@ class Measured:
         self.distances: dict[str, float] = {}
 
     def row(self, *values: str) -> list[str]:
-        return [f"{self.size / 1e6:g} M", str(self.threads), *values]
+        return [f"{self.size / 1e6:.3g} M", str(self.threads), *values]
 
     def ns(self, times: dict[str, float], name: str) -> str:
         return f"{times[name] / self.size:.3f}" if name in times else "not measured"
@@ -274,7 +283,7 @@ def check(contestants: dict[str, Contestant], start: torch.Tensor, measured: Mea
     wrong = []
     for name, contestant in contestants.items():
         apart = contestant.sample().double() - expected
-        if name in (OURS_8BIT, SHORT_8BIT, PEERS["torchao"]):
+        if name in IN_8_BITS:
             distance, bound = (apart.norm() / (expected - start).norm()).item(), BOUND_8BIT
         else:
             distance = (apart.abs() / (expected.abs() + root_mean_square)).max().item()
@@ -348,6 +357,7 @@ def main() -> None:
     arguments.add_argument("--published", type=Path, help="folder with roundpipe 0.1.1")
     arguments.add_argument("--deepspeed", type=Path, help="folder with DeepSpeed")
     arguments.add_argument("--torchao", type=Path, help="folder with torchao")
+    arguments.add_argument("--bitsandbytes", type=Path, help="folder with bitsandbytes")
     options = arguments.parse_args()
     limit_floats = 64 << 20
     if options.quick:
@@ -365,7 +375,7 @@ def main() -> None:
             report(f"{PEERS[name]}: not measured. --{name} FOLDER says where it is installed, --help how that is done.")
             report("")
     results, wrong, versions = [], [], {}
-    for size in [round(millions * 1e6) for millions in options.sizes]:
+    for size in [math.ceil(millions * 1e6 / WHOLE) * WHOLE for millions in options.sizes]:
         needed = size * (HELD_BYTES + PEER_HELD_BYTES * len(folders)) + 8 * limit_floats + (len(folders) << 29)
         if needed > free_host_bytes():
             report(

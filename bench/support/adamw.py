@@ -2,7 +2,7 @@
 
 As a program, the server that makes one step a request, in a process and with a package folder of its own:
 
-    python adamw.py published|deepspeed|torchao FOLDER THREADS SIZE
+    python adamw.py published|deepspeed|torchao|bitsandbytes FOLDER THREADS SIZE
 
 Every line on stdin and stdout is a JSON value. It answers "refill" with null, "step" with Times, and
 {"save": path} with null after writing the sample of the weights there.
@@ -133,6 +133,16 @@ def torchao(folder: Path) -> type[torch.optim.Optimizer]:
     return cast(type[torch.optim.Optimizer], module.AdamW8bit)
 
 
+def bitsandbytes(folder: Path) -> type[torch.optim.Optimizer]:
+    """bitsandbytes' AdamW with moments of 8 bits."""
+    module = importlib.import_module("bitsandbytes.optim")
+    assert module.__file__ is not None and Path(module.__file__).is_relative_to(folder)
+    return cast(type[torch.optim.Optimizer], module.AdamW8bit)
+
+
+CONTESTANTS = {each.__name__: each for each in (published, deepspeed, torchao, bitsandbytes)}
+
+
 def serve() -> None:
     name, folder, threads, size = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     answers = os.fdopen(os.dup(1), "w")
@@ -143,7 +153,7 @@ def serve() -> None:
         print(json.dumps(value), file=answers, flush=True)
 
     package = "roundpipe" if name == "published" else name
-    kind = {"published": published, "deepspeed": deepspeed, "torchao": torchao}[name](folder)
+    kind = CONTESTANTS[name](folder)
     options = HYPER | ({"decoupled_weight_decay": True} if name == "published" else {})
     contestant = WithCasts(size, Gradients(size), lambda parameters: kind(parameters, **options))
     answer(importlib.metadata.version(package))
