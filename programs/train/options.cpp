@@ -193,6 +193,10 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
 
 bool trains_adapters(const Options& options) { return roundpipe::trains_adapters(values_of(options)); }
 
+std::string note_of_few_steps(const Options& options, int64_t steps) {
+  return roundpipe::note_of_few_steps(values_of(options), steps);
+}
+
 int64_t tokens_of_step(const Options& options) { return roundpipe::tokens_of_step(values_of(options)); }
 
 UpdateRule update_rule(const Options& options) { return roundpipe::update_rule(values_of(options)); }

@@ -69,6 +69,7 @@ std::optional<int> read_options(int argc, const char* const* argv, Options& opti
 
 // The words of the options.
 int64_t tokens_of_step(const Options& options);
+std::string note_of_few_steps(const Options& options, int64_t steps);
 UpdateRule update_rule(const Options& options);
 std::vector<ParameterGroup> parameter_groups(const Options& options);
 optim::MomentFormat moment_format(const Options& options);

@@ -265,6 +265,8 @@ int Training::run() {
               static_cast<long long>(data_.training().tokens()), static_cast<long long>(data_.training().count()),
               static_cast<long long>(options_.length), static_cast<long long>(data_.steps()),
               static_cast<long long>(data_.rows_of_a_step()));
+  if (const std::string note = note_of_few_steps(options_, data_.steps()); !note.empty())
+    std::printf("%s\n", note.c_str());
   for (const DeviceInfo& device : devices()) std::printf("device %s\n", device.name.c_str());
   std::fflush(stdout);
   stop_.emplace();

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from importlib import metadata
 from pathlib import Path
 
@@ -45,16 +46,23 @@ def _not_built(running: str) -> ImportError:
 
 
 def _refuse_the_other_package() -> None:
-    """Raises ImportError if the published package was installed into the folder of this one."""
+    """Raises ImportError if the published package was installed into the folder of this one, warns if into another."""
     try:
         other = metadata.distribution("roundpipe")
     except metadata.PackageNotFoundError:
         return
-    if Path(str(other.locate_file("roundpipe"))).resolve() == Path(__file__).resolve().parent:
+    here, there = Path(__file__).resolve().parent, Path(str(other.locate_file("roundpipe"))).resolve()
+    if there == here:
         raise ImportError(
             f"[roundpipe] roundpipe {other.version} of PyPI is installed into the same folder as roundpipe-engine, "
             "expected one of them, as both are imported by this name; pip uninstall roundpipe roundpipe-engine, then "
             "install the one that you want, and the other in an environment of its own"
+        )
+    if there.is_dir():
+        warnings.warn(
+            f"[roundpipe] roundpipe {other.version} of PyPI is installed as well, in {there}; this is "
+            f"roundpipe-engine, in {here}, expected one of them in an environment, as both are imported by this name",
+            stacklevel=3,
         )
 
 

@@ -164,6 +164,19 @@ void bind_memory_simulator(py::module_& module) {
         return HostPrediction{host_memory_of(blocks, optimizer, trains), 0, partial_sums, 0};
       },
       py::arg("blocks"), py::arg("optimizer"), py::arg("trains"), py::arg("partial_sums"));
+  py::enum_<Steps>(module, "Steps")
+      .value("UNKNOWN", Steps::kUnknown)
+      .value("SYNCHRONOUS", Steps::kSynchronous)
+      .value("ASYNCHRONOUS", Steps::kAsynchronous);
+  module.def(
+      "narrower_formats",
+      [](const OptimizerMemory& optimizer, Steps steps) {
+        std::vector<std::vector<std::pair<std::string, std::string>>> changes;
+        for (const NarrowerOptimizer& way : narrower_formats(optimizer, steps))
+          changes.emplace_back(way.changes.begin(), way.changes.end());
+        return changes;
+      },
+      py::arg("optimizer"), py::arg("steps"));
   module.def(
       "require_host",
       [](const std::string& where, const std::string& name, int64_t budget_bytes,

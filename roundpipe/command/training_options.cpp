@@ -481,4 +481,13 @@ int64_t tokens_of_step(const OptionValues& values) {
   return kRowsOfAStep * count_of(values, "length");
 }
 
+std::string note_of_few_steps(const OptionValues& values, int64_t steps) {
+  constexpr int64_t kFew = 20;
+  if (steps >= kFew || is_given(values, "steps")) return {};
+  return concat(
+      "[train] the data make ", steps, steps == 1 ? " step" : " steps", " of up to ", tokens_of_step(values),
+      " tokens, from which a model hardly learns; a smaller --batch-tokens makes more of them, and so do more "
+      "--epochs");
+}
+
 }  // namespace roundpipe

@@ -72,5 +72,7 @@ std::vector<ParameterGroup> parameter_groups(const OptionValues& values);
 LearningRate learning_rate(const OptionValues& values, int64_t steps);
 // The most tokens of a step.
 int64_t tokens_of_step(const OptionValues& values);
+// What to tell of a run whose data make so few steps that it hardly learns; empty: enough, or --steps asked for them.
+std::string note_of_few_steps(const OptionValues& values, int64_t steps);
 
 }  // namespace roundpipe

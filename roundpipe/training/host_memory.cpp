@@ -21,41 +21,17 @@ namespace {
 // What any optimizer takes at least, while nobody knows which one it will be.
 constexpr optim::Algorithm kLeast = optim::Algorithm::kSGD;
 
-// The first change of formats that fits, the one that costs least first; `at_once`: and of how gradients are used.
-std::optional<std::string> narrower_format(OptimizerMemory optimizer, bool at_once,
-                                           const std::function<bool(const OptimizerMemory&)>& fits) {
-  std::string changes;
-  const auto change = [&](bool applies, const char* option, const char* value) {
-    if (!applies) return false;
-    changes += concat(changes.empty() ? "" : " and ", frontend().option(option, value));
-    return fits(optimizer);
-  };
-  const auto told = [&] { return concat(changes, " in the optimizer", at_once ? ", with synchronous steps" : ""); };
-  if (at_once) {
-    if (optimizer.gradients_at_once || optimizer.nodes > 1) return std::nullopt;
-    optimizer.gradients_at_once = true;
-    if (change(true, "gradients", "at_once")) return told();
-  }
-  const bool is_adam =
-      optimizer.algorithm == optim::Algorithm::kAdam || optimizer.algorithm == optim::Algorithm::kAdamW;
-  const bool has_wide_moments = optimizer.format.moments == optim::MomentFormat::kFloat32;
-  if (is_adam) optimizer.format.moments = optim::MomentFormat::kBlockwise8Bit;
-  if (change(is_adam && has_wide_moments, "moments", "8bit")) return told();
-  const bool has_wide_masters = optimizer.format.masters == optim::MasterFormat::kFloat32;
-  optimizer.format.masters = optim::MasterFormat::k24Bit;
-  if (change(has_wide_masters, "masters", "24bit")) return told();
-  return std::nullopt;
-}
-
 std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                     const std::optional<OptimizerMemory>& optimizer) {
-  if (optimizer) {
-    for (const bool at_once : {false, true}) {
-      const std::optional<std::string> change = narrower_format(
-          *optimizer, at_once, [&](const OptimizerMemory& less) { return predict(less).total() <= budget_bytes; });
-      if (change) return *change;
-    }
+  const auto ways = optimizer ? narrower_formats(*optimizer, Steps::kUnknown) : std::vector<NarrowerOptimizer>();
+  for (const NarrowerOptimizer& way : ways) {
+    if (predict(way.optimizer).total() > budget_bytes) continue;
+    std::string changes;
+    for (const auto& [option, value] : way.changes)
+      changes += concat(changes.empty() ? "" : " and ", frontend().option(option, value));
+    const bool at_once = way.optimizer.gradients_at_once && !optimizer->gradients_at_once;
+    return concat(changes, " in the optimizer", at_once ? ", with synchronous steps" : "");
   }
   std::string raised = frontend().option("host_memory", format_bytes(wanted.total()));
   if (!optimizer)
@@ -67,6 +43,32 @@ std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
 }
 
 }  // namespace
+
+std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps) {
+  std::vector<NarrowerOptimizer> levels{{optimizer, {}}};
+  const auto narrow = [&](auto format, auto from, auto to, const char* option, const char* value) {
+    if (optimizer.format.*format != from) return;
+    NarrowerOptimizer next = levels.back();
+    next.optimizer.format.*format = to;
+    next.changes.emplace_back(option, value);
+    levels.push_back(std::move(next));
+  };
+  if (optimizer.algorithm == optim::Algorithm::kAdam || optimizer.algorithm == optim::Algorithm::kAdamW) {
+    narrow(&optim::StateFormat::moments, optim::MomentFormat::kFloat32, optim::MomentFormat::kBlockwise8Bit, "moments",
+           "8bit");
+  }
+  narrow(&optim::StateFormat::masters, optim::MasterFormat::kFloat32, optim::MasterFormat::k24Bit, "masters", "24bit");
+  std::vector<NarrowerOptimizer> ways(levels.begin() + 1, levels.end());
+  if (optimizer.gradients_at_once || optimizer.nodes > 1 || steps == Steps::kAsynchronous) return ways;
+  for (size_t i = 0; i < levels.size(); ++i) {
+    NarrowerOptimizer way = levels[i];
+    way.optimizer.gradients_at_once = true;
+    way.changes.emplace(way.changes.begin(), "gradients", "at_once");
+    ways.insert(steps == Steps::kSynchronous ? ways.begin() + static_cast<std::ptrdiff_t>(2 * i) : ways.end(),
+                std::move(way));
+  }
+  return ways;
+}
 
 OptimizerMemory of_command(OptimizerMemory optimizer, const std::vector<std::pair<std::string, at::Tensor>>& parameters,
                            const std::vector<std::vector<std::string>>& classes) {

@@ -40,6 +40,19 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
 // What a parameter's gradient takes beyond the parameter's width if it is in fp32.
 int64_t wider_gradient_bytes(const at::Tensor& parameter);
 
+// When the next call reads the weights of a step.
+enum class Steps { kUnknown, kSynchronous, kAsynchronous };
+
+// An optimizer in formats that take less of the host, and the options that differ, as (name, value).
+struct NarrowerOptimizer {
+  OptimizerMemory optimizer;
+  std::vector<std::pair<const char*, const char*>> changes;
+};
+
+// The formats in which `optimizer` takes less, in the order in which to try them. Gradients that are used at once need
+// synchronous steps; as they change no state, they come before other formats where steps are known to be synchronous.
+std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps);
+
 // Throws BudgetExceeded, with the smallest change that would fit, if what `predict` says of `optimizer` is more than
 // `budget_bytes`. `optimizer`: none: nobody knows which it will be.
 void require_host(const char* where, const std::string& name, int64_t budget_bytes,

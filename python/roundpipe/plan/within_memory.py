@@ -18,7 +18,7 @@ from roundpipe.plan import fit as fitting
 from roundpipe.plan.costs import CostSet, load
 from roundpipe.plan.fit import QUICK_EFFORT, ROW_STEP, Fit, longest_row
 from roundpipe.plan.model_folder import Train, is_model, measure_folder
-from roundpipe.plan.options import EFFORT_PER_SECOND, TOKENS, WITH_8BIT, PlanOptions
+from roundpipe.plan.options import EFFORT_PER_SECOND, TOKENS, PlanOptions
 from roundpipe.plan.performance.sizes import sized
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes
@@ -235,13 +235,9 @@ def _changes(planned: Planned) -> Iterator[dict[str, Any]]:
         yield from of_devices
         return
     of_device = of_devices[-1]
-    narrower = {"moments": "8bit"} if options.moments == "fp32" and options.optimizer in WITH_8BIT else {}
-    narrowest = narrower | ({"masters": "24bit"} if options.masters == "fp32" else {})
-    at_once: dict[str, Any] = {}
-    if options.mode == "sync" and options.nodes is None and not options.gradients_at_once:
-        at_once = {"gradients_at_once": True}
-    ways: list[dict[str, Any]] = [{}, at_once, narrower, narrower | at_once, narrowest | at_once]
-    ways = [way for place, way in enumerate(ways) if way not in ways[:place]]
+    synchronous = options.mode == "sync" and options.nodes is None
+    steps = _core.Steps.SYNCHRONOUS if synchronous else _core.Steps.ASYNCHRONOUS
+    ways: list[dict[str, Any]] = [{}, *options.rule.narrower(steps)]
     if planned.shapes is not None and options.train != "lora":
         ways.append({"train": "lora"})
     for way in ways:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -96,6 +97,8 @@ def train(options: TrainOptions, given: frozenset[str]) -> None:
         typer.echo(written_config(config), nl=False)
         return
     config.require_run(to_train=options.show is None)
+    if sys.stderr.isatty():
+        typer.echo("roundpipe: importing torch and transformers", err=True)  # for many seconds, the first time
     try:
         if options.show is not None:
             from roundpipe.train.shown import show

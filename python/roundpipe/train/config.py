@@ -321,6 +321,12 @@ class TrainConfig:
 
         return _core.tokens_of_step(self._shared_values())
 
+    def note_of_few_steps(self, steps: int) -> str:
+        """What to tell of a run of so few steps that it hardly learns; empty if there are enough."""
+        from roundpipe import _core
+
+        return _core.note_of_few_steps(self._shared_values(), steps)
+
     def fixed(self) -> dict[str, Any]:
         """The values that belong to the bits of a training: a run that resumes has to have the same."""
         from roundpipe import _core

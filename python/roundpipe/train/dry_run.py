@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -22,7 +21,6 @@ from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers
 from roundpipe.plan.machine import Machine
 from roundpipe.plan.machine import load as load_machine
 from roundpipe.plan.measure import matmul_gflops, measure
-from roundpipe.plan.options import WITH_8BIT
 from roundpipe.plan.schedules import Request
 from roundpipe.plan.shapes import ModelShapes
 from roundpipe.plan.shapes import measure as measure_shapes
@@ -189,6 +187,8 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
         f"steps    {data.steps:,} of at most {config.tokens_of_step:,} tokens, in {forecast.microbatches} microbatches "
         f"of at most {forecast.rows} rows"
     )
+    if note := config.note_of_few_steps(data.steps):
+        yield note
     if forecast.pictures is not None:
         yield f"pictures {forecast.pictures:,} in the microbatch with the most of them, for which memory is predicted"
     yield f"devices  {roundpipe.devices().description}"
@@ -267,7 +267,7 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
     if not forecast.host_fits:
-        yield from _of_the_optimizer(config, next(forecast.shapes.model.parameters()).dtype)
+        yield from _of_the_optimizer(config)
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
     length = config.length if forecast.pictures is None else 0  # a shorter one leaves samples out
@@ -276,18 +276,12 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
         yield f"--length {length}", dataclasses.replace(config, length=length, microbatches=None, batch_tokens=None)
 
 
-def _of_the_optimizer(config: TrainConfig, weights: torch.dtype) -> Iterator[tuple[str, TrainConfig]]:
-    """The changes with which it takes less of the host, those that keep its state exact first."""
-    at_once: dict[str, Any] = {}
-    if not config.asynchronous and not config.gradients_at_once:
-        at_once = {"gradients_at_once": True} | ({"clip_by": "last_norm"} if config.clip else {})
-    narrower = {"moments": "8bit"} if config.moments == "fp32" and config.optimizer in WITH_8BIT else {}
-    narrowest = narrower | ({"masters": "24bit"} if config.masters == "fp32" and weights == torch.bfloat16 else {})
-    tried: list[dict[str, Any]] = [{}]
-    for way in (at_once, narrower, narrower | at_once, narrowest | at_once):
-        if way in tried:
-            continue
-        tried.append(way)
+def _of_the_optimizer(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """The changes with which it takes less of the host."""
+    steps = _core.Steps.ASYNCHRONOUS if config.asynchronous else _core.Steps.SYNCHRONOUS
+    for way in rule_of(config).narrower(steps):
+        if way.get("gradients_at_once") and config.clip and config.clip_by == "norm":
+            way |= {"clip_by": "last_norm"}
         given = {f"--{name.replace('_', '-')}": value for name, value in way.items()}
         text = " ".join(option if value is True else f"{option} {value}" for option, value in given.items())
         yield text, dataclasses.replace(config, **way)

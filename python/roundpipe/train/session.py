@@ -91,6 +91,8 @@ def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     data = read_data(config, tokenizer, folder.path / DATA_FOLDER, nodes, folder.goes_on, pictures)
     if nodes.is_first:
         print(data.summary, flush=True)
+        if note := config.note_of_few_steps(data.steps):
+            print(note, flush=True)
         names = ["chosen, ", "rejected, "] if data.summary.pairs else [""]
         for which, example in zip(names, data.summary.examples[: len(names)], strict=True):
             print(f"a sample ({which}{example.where}), what is learnt is marked:\n{marked(example.pieces)}", flush=True)

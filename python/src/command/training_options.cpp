@@ -18,6 +18,7 @@ void bind_training_options(py::module_& module) {
   module.def("training_options", &training_options);
   module.def("check_training_options", &check_training_options, py::arg("values"));
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
+  module.def("note_of_few_steps", &note_of_few_steps, py::arg("values"), py::arg("steps"));
   module.def("require_same_options", &require_same_options, py::arg("before"), py::arg("now"), py::arg("run"));
   module.def("rule_options", &rule_options, py::arg("values"));
   module.def("beside_muon", &beside_muon, py::arg("values"));

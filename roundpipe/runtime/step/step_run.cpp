@@ -19,6 +19,15 @@ namespace roundpipe::runtime {
 using device::EventPtr;
 using optim::ThreadPool;
 
+namespace {
+
+// Of gradients that have landed: before, their share may be set just now. Null: they have none.
+memory::GradientRoom::SharePtr share_of(const memory::GradientBlock& gradients) {
+  return gradients.landed->complete() ? gradients.share : nullptr;
+}
+
+}  // namespace
+
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
                  const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
                  std::shared_ptr<cluster::Nodes> nodes, uint64_t turn, bool at_once, std::optional<double> last_norm)
@@ -103,7 +112,7 @@ void StepRun::wait_to_run(BlockStep& step) {
   const EventPtr landed = nodes_ ? step.summed : step.gradients->landed;
   // The update first: the measurement may start at once, and nothing may throw after that.
   device::when_all({landed, decided_, step.before->published}, [self, &step] {
-    if (step.gradients->share) step.gradients->share->is_used();
+    if (const auto share = share_of(*step.gradients)) share->is_used();
     self->hand_in(step.update_work, &StepRun::update, step);
   });
   if (looks_first()) landed->then([self, &step] { self->hand_in(step.measure_work, &StepRun::measure, step); });
@@ -261,7 +270,7 @@ void StepRun::finish(BlockStep& step) {
   step.before.reset();
   step.after.reset();
   // Now its memory is that of the weights after the step, and that of those before is free.
-  if (step.gradients->share) step.gradients->share->give_back();
+  if (const auto share = share_of(*step.gradients)) share->give_back();
   if (--to_update_ > 0) return;
   for (const BlockStep& each : blocks_) {
     if (abandoned_ > 0 && each.updated && each.model != nullptr) each.model->torn(each.block->layers);

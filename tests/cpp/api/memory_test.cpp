@@ -364,6 +364,27 @@ TEST_SUITE("predicted memory") {
     CHECK_NOTHROW(Optimizer(model, optim::Algorithm::kAdamW, {}, {.moments = optim::MomentFormat::kBlockwise8Bit}));
   }
 
+  TEST_CASE("narrower formats are tried in an order that changes least first") {
+    using Ways = std::vector<std::string>;
+    const auto ways = [](OptimizerMemory optimizer, Steps steps) {
+      Ways said;
+      for (const NarrowerOptimizer& way : narrower_formats(optimizer, steps)) {
+        std::string& text = said.emplace_back();
+        for (const auto& [option, value] : way.changes) text += concat(text.empty() ? "" : " ", value);
+        CHECK(way.optimizer.gradients_at_once == (text.starts_with("at_once") || optimizer.gradients_at_once));
+      }
+      return said;
+    };
+    OptimizerMemory adamw{.algorithm = optim::Algorithm::kAdamW};
+    CHECK(ways(adamw, Steps::kSynchronous) ==
+          Ways{"at_once", "8bit", "at_once 8bit", "8bit 24bit", "at_once 8bit 24bit"});
+    CHECK(ways(adamw, Steps::kUnknown) == Ways{"8bit", "8bit 24bit", "at_once", "at_once 8bit", "at_once 8bit 24bit"});
+    CHECK(ways(adamw, Steps::kAsynchronous) == Ways{"8bit", "8bit 24bit"});
+    adamw.gradients_at_once = true;
+    CHECK(ways(adamw, Steps::kSynchronous) == Ways{"8bit", "8bit 24bit"});
+    CHECK(ways({.algorithm = optim::Algorithm::kMuon, .nodes = 2}, Steps::kSynchronous) == Ways{"24bit"});
+  }
+
   TEST_CASE("a device without memory for a step says what would fit") {
     set_devices("virtual:1");
     at::manual_seed(3);

@@ -199,3 +199,11 @@ TEST_CASE("training options: a run that goes on keeps them") {
   CHECK_THROWS_WITH_AS(require_same_options(before, now, "step-4"),
                        doctest::Contains("--lora-rank is 4, expected not given as"), std::invalid_argument);
 }
+
+TEST_CASE("training options: a run of few steps is told so, unless it was asked for") {
+  const OptionValues values = {{"length", int64_t{64}}};
+  CHECK(note_of_few_steps(values, 1).starts_with("[train] the data make 1 step of up to 512 tokens, "));
+  CHECK(note_of_few_steps(values, 19).starts_with("[train] the data make 19 steps of "));
+  CHECK(note_of_few_steps(values, 20).empty());
+  CHECK(note_of_few_steps({{"length", int64_t{64}}, {"steps", int64_t{3}}}, 3).empty());
+}

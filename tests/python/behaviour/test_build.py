@@ -233,5 +233,10 @@ def test_the_published_package_in_the_same_folder_is_refused(tmp_path: Path) -> 
     said = run([sys.executable, "-S", "-c", program]).stderr
     assert "[roundpipe] roundpipe 0.1.1 of PyPI is installed into the same folder as roundpipe-engine" in said
     assert "pip uninstall roundpipe roundpipe-engine" in said
-    told.rename(tmp_path / "roundpipe-0.1.1.dist-info")
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "roundpipe").mkdir(parents=True)
+    told.rename(elsewhere / told.name)
     assert "of PyPI" not in run([sys.executable, "-S", "-c", program]).stderr
+    program = f"import sys; sys.path.append({str(elsewhere)!r}); {program}"
+    said = run([sys.executable, "-S", "-c", program]).stderr
+    assert f"roundpipe 0.1.1 of PyPI is installed as well, in {elsewhere / 'roundpipe'}" in said

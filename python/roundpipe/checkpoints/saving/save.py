@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +147,7 @@ def save_checkpoint(
         number = group.steps if step is None else step
         _check(number, keep_last, keep_every, scaler)
         schedulers = as_schedulers(lr_scheduler)
+        _tell_left_out(group.schedulers, [*schedulers, *(state or {}).values()])
         limit = budget_of(snapshot_memory, "snapshot_memory", "ROUNDPIPE_SNAPSHOT_MEMORY")
         if ranks.rank == 0:
             _core.run_folder(path)
@@ -203,6 +205,19 @@ def save_checkpoint(
     if wait:
         save.wait()
     return save
+
+
+def _tell_left_out(moved: Sequence[Any], saved: Sequence[Any]) -> None:
+    """Warns of a scheduler that steps move and that is not saved, neither itself nor as its state."""
+    if any(isinstance(value, Mapping) and "last_epoch" in value for value in saved):
+        return
+    for scheduler in moved:
+        if not any(scheduler is given for given in saved):
+            warnings.warn(
+                f"[save_checkpoint] steps move a {type(scheduler).__name__} that is not saved, expected it as "
+                "lr_scheduler: a training that loads the checkpoint would begin its schedule anew",
+                stacklevel=2,
+            )
 
 
 def _check(step: int, keep_last: int | None, keep_every: int, scaler: Any) -> None:

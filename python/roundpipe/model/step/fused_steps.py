@@ -130,6 +130,7 @@ class FusedSteps(StepGroup):
         if scale is not None and not is_async:
             synchronize_scales(self, pipelines)  # the scale of the next losses depends on these gradients
         self.steps += 1
+        self.schedulers = schedulers
         optimizer.count_step()
         for scheduler in schedulers:
             scheduler.step()

@@ -8,8 +8,8 @@ call reads do not depend on timing.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -47,6 +47,7 @@ class StepGroup(ABC):
         joint: their training by several nodes; None if this process trains them alone.
         steps: how many steps were made.
         save: the last save of their state.
+        schedulers: torch's learning-rate schedulers that the last step moved.
     """
 
     def __init__(self, models: SteppedModels, joint: JointTraining | None) -> None:
@@ -54,6 +55,7 @@ class StepGroup(ABC):
         self.joint = joint
         self.steps = 0  # made so far
         self.save: RunningSave | None = None  # the last one
+        self.schedulers: Sequence[Any] = ()
 
     @property
     def nodes(self) -> Nodes | None:

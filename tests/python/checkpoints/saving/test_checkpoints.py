@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,19 @@ def test_what_does_not_fit_is_refused_before_anything_changes(trained: Training,
     adam = roundpipe.optim.Adam(other.model, lr=0.01)
     with pytest.raises(ValueError, match="has the state of AdamW"):
         load(tmp_path, other.model, adam, **schedules)
+
+
+def test_a_schedule_that_is_not_saved_is_told(trained: Training, tmp_path: Path) -> None:
+    def save(number: int, **options: Any) -> None:
+        roundpipe.save_checkpoint(tmp_path, trained.model, trained.optimizer, step=number, wait=True, **options)
+
+    with pytest.warns(UserWarning, match=r"\[save_checkpoint\] steps move a LambdaLR that is not saved"):
+        save(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save(2, lr_scheduler=trained.scheduler)
+        save(3, state={"schedule": trained.scheduler})
+        save(4, state={"schedule": trained.scheduler.state_dict()})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
