@@ -303,8 +303,9 @@ int64_t largest_stage_bytes(std::span<const Plan> plans, const StepSizes& sizes)
   int64_t largest = 0;
   for (const Plan& plan : plans) {
     check(sizes, static_cast<std::size_t>(plan.layers));
+    const bool trains = std::ranges::any_of(plan.jobs, [](const Job& job) { return job.phase != Phase::kForward; });
     for (const Job& job : plan.jobs) {
-      if (job.phase == Phase::kForward) continue;
+      if (trains && job.phase == Phase::kForward) continue;
       int64_t bytes = 0;
       for (const LayerBytes& layer : of_stage(sizes.layers, job)) bytes += layer.weights + layer.gradients;
       for (const LayerFootprint& layer : of_stage(sizes.footprints, job)) bytes += kept_bytes(layer, sizes.grain);

@@ -79,7 +79,7 @@ std::vector<DeviceMemory> predict_devices(std::span<const schedule::Plan> plans,
 // The most that a stage may take of a device with `budget_bytes`, in weights, gradients in flight and kept activations.
 // At least 1. Throws std::invalid_argument without layers.
 std::int64_t stage_limit_bytes(const StepSizes& sizes, std::int64_t budget_bytes);
-// The most that a backward stage of `plans` takes of them; 0 if there is none.
+// The most that a stage takes of them: a backward stage or, of a plan without any, a forward stage.
 std::int64_t largest_stage_bytes(std::span<const schedule::Plan> plans, const StepSizes& sizes);
 
 // Bytes that wait on the host between stages: all microbatches' inputs of each backward stage, and of the step.

@@ -352,6 +352,28 @@ TEST_SUITE("predicted memory") {
                          BudgetExceeded);
   }
 
+  TEST_CASE("a call without a backward keeps to a budget of devices that is less than the weights") {
+    const at::NoGradGuard no_grad;
+    const Tensor inputs = at::randn({8, kBlockWidth});
+    constexpr int kLayers = 12;
+    const auto run = [&](std::optional<int64_t> device_memory) {
+      set_devices("virtual:1");
+      at::manual_seed(3);
+      nn::Sequential layers;
+      for (int l = 0; l < kLayers; ++l) layers->push_back(WideBlock(false));
+      Model model(layers, {.run = {.microbatches = 1}, .device_memory = device_memory});
+      std::vector<Tensor> outputs;
+      for (int call = 0; call < 4; ++call) outputs.push_back(model.forward(inputs).clone());
+      model.synchronize();
+      return std::pair(outputs, highest_peak());
+    };
+    const auto [expected, ample] = run(std::nullopt);
+    const int64_t budget = ample / 3;
+    const auto [outputs, held] = run(budget);
+    CHECK(held <= budget);
+    for (size_t call = 0; call < expected.size(); ++call) CHECK(at::equal(outputs[call], expected[call]));
+  }
+
   TEST_CASE("a budget of the host is kept before anything is allocated") {
     const auto layers = nn::Sequential(nn::Linear(64, 64), nn::Linear(64, 64));
     constexpr int64_t kWeights = 2 * (64 * 64 + 64) * 4;

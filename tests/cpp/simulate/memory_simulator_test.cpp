@@ -333,6 +333,12 @@ TEST_CASE("memory simulator: a stage that keeps to its limit fits the budget") {
   CHECK(stage_limit_bytes(two_sizes(), 100) == 1);
   CHECK(largest_stage_bytes(std::vector{two_layers(1)}, two_sizes()) == 3000 + 1500 + 150);
   CHECK(largest_stage_bytes(std::vector{two_layers(1)}, two_sizes(RecomputeGrain::kLayer)) == 3000 + 1500 + 4);
+  Plan inference = two_layers(1);
+  inference.jobs = {{Phase::kForward, {0, 1}, {0, 1}, 0}, {Phase::kForward, {1, 2}, {0, 1}, 0}};
+  const auto larger = largest_stage_bytes(std::vector{inference}, two_sizes());
+  CHECK(larger > 0);
+  inference.jobs = {{Phase::kForward, {0, 2}, {0, 1}, 0}};
+  CHECK(largest_stage_bytes(std::vector{inference}, two_sizes()) > larger);
 }
 
 TEST_CASE("memory simulator: inputs of backward stages wait on the host") {

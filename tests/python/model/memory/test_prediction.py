@@ -59,6 +59,14 @@ def losses_of(pool: str, steps: int = 4, **options: Any) -> tuple[list[float], R
     return losses, pipe, max(entry["peak_bytes"] for entry in pool_of.memory_report())
 
 
+def evaluated(pipe: Any) -> list[torch.Tensor]:
+    """The logits of some calls, of which later ones are planned from what was measured."""
+    tokens = torch.arange(64).reshape(4, 16)
+    pipe.eval()
+    with torch.no_grad():
+        return [pipe(input_ids=tokens).logits.clone() for _ in range(4)]
+
+
 def test_a_device_budget_is_planned_for_and_kept_with_the_same_bits() -> None:
     ample, _, peak = losses_of("virtual:2")
     budget = peak // 2
@@ -69,6 +77,17 @@ def test_a_device_budget_is_planned_for_and_kept_with_the_same_bits() -> None:
     assert prediction is not None and prediction.device.measured == held
     assert 0.97 * held <= prediction.device.total <= budget
     assert "measured so far" in str(prediction)
+
+
+def test_evaluation_keeps_to_a_budget_that_is_less_than_the_weights() -> None:
+    roundpipe.devices("virtual:1")
+    plain = llama(128, 12, 500, 8, 16)
+    expected = evaluated(plain.wrap(1))
+    budget = sum(parameter.nbytes for parameter in plain.model.parameters()) // 2
+    pool = roundpipe.devices("virtual:1")
+    for tight, full in zip(evaluated(llama(128, 12, 500, 8, 16).wrap(1, device_memory=budget)), expected, strict=True):
+        assert torch.equal(tight, full)
+    assert pool.memory_report()[0]["peak_bytes"] <= budget
 
 
 def test_the_plan_says_where_activations_are_and_that_is_carried_out() -> None:
@@ -145,7 +164,7 @@ def test_parts_of_a_model_share_its_host_budget() -> None:
             return value
 
     with pytest.raises(ValueError, match=r"(?s)wrap_model_to_roundpipe.*Parts does not fit on the host"):
-        wrap_model_to_roundpipe(Parts(), host_memory=7 * size)
+        wrap_model_to_roundpipe(Parts(), host_memory=6 * size)
     parts = wrap_model_to_roundpipe(Parts(), host_memory=15 * size)
     with pytest.raises(ValueError, match="does not fit on the host"):
         roundpipe.optim.AdamW(parts, lr=1e-3)
