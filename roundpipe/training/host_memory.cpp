@@ -18,8 +18,8 @@ namespace roundpipe {
 
 namespace {
 
-// What any optimizer takes at least, while nobody knows which one it will be.
-constexpr optim::Algorithm kLeast = optim::Algorithm::kSGD;
+// What takes the least, while nobody knows which optimizer it will be.
+OptimizerMemory least() { return {.algorithm = optim::Algorithm::kSGD, .gradients_at_once = true}; }
 
 std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::function<HostPrediction(const OptimizerMemory&)>& predict,
@@ -130,7 +130,7 @@ int64_t wider_gradient_bytes(const at::Tensor& parameter) {
 void require_host(const char* where, const std::string& name, int64_t budget_bytes,
                   const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                   const std::optional<OptimizerMemory>& optimizer) {
-  const HostPrediction wanted = predict(optimizer.value_or(OptimizerMemory{.algorithm = kLeast}));
+  const HostPrediction wanted = predict(optimizer.value_or(least()));
   if (wanted.total() <= budget_bytes) return;
   throw BudgetExceeded(concat(memory_table(concat("[", where, "] ", name, " does not fit on the host:"),
                                            rows_of(wanted), {{"host_memory", budget_bytes}}),

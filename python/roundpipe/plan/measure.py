@@ -21,7 +21,8 @@ from roundpipe.plan.machine import Machine
 _LAYERS = 4
 # Of a device's memory, so that the weights of two layers, gradients and values fit beside each other.
 _SHARE_OF_MEMORY = 12
-_ROWS = 512  # of the batch that compares the devices' speed
+_ROWS = 512  # of the batch that compares the devices' speed, at most
+_BATCH_S = 0.2
 _DTYPE = torch.bfloat16
 # Kinds of products that the card is measured for.
 _PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -52,10 +53,11 @@ def measure(
     """
     devices = range(len(pool))
     models = [_model(pool, device, layer_bytes) for device in devices]
+    batch = _rows_of_a_batch(pool, models[0])
     up, down, ms = [], [], []
     for device in devices:
         say(f"device {device}: link and speed")
-        figures = [_alone(pool, models[device], device) for _ in range(rounds + 1)][1:]
+        figures = [_alone(pool, models[device], device, batch) for _ in range(rounds + 1)][1:]
         up.append(statistics.median(figure[0] for figure in figures))
         down.append(statistics.median(figure[1] for figure in figures))
         ms.append(statistics.median(figure[2] for figure in figures))
@@ -210,14 +212,25 @@ def _predict(pool: DevicePool, model: RoundPipe, device: int, rows: int) -> None
     model.synchronize()
 
 
-def _alone(pool: DevicePool, model: RoundPipe, device: int) -> tuple[float, float, float]:
+def _rows_of_a_batch(pool: DevicePool, model: RoundPipe) -> int:
+    """So many that a batch takes some time, and no more: processors without products in bf16 would take minutes."""
+    rows, took_s = 1, 0.0
+    while rows < _ROWS and took_s < _BATCH_S:
+        rows *= 2
+        start = time.perf_counter()
+        _train(pool, model, 0, rows)
+        took_s = time.perf_counter() - start
+    return rows
+
+
+def _alone(pool: DevicePool, model: RoundPipe, device: int, rows: int) -> tuple[float, float, float]:
     """GB/s up and down while one device works, and its milliseconds for a batch of many rows."""
     before = pool.transfer_report()[device]
     _predict(pool, model, device, 1)
     between = pool.transfer_report()[device]
     _train(pool, model, device, 1)
     after = pool.transfer_report()[device]
-    _train(pool, model, device, _ROWS)
+    _train(pool, model, device, rows)
     ms = sum(end_ms - start_ms for *_, start_ms, end_ms in model.last_records())
     return _gb_per_s(before, between, "up"), _gb_per_s(between, after, "down"), ms
 
