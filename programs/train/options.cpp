@@ -75,6 +75,7 @@ void for_each_option(Of& options, const Visit& visit) {
   visit("host_memory", options.host_memory);
   visit("disk", options.disk);
   visit("disk_memory", options.disk_memory);
+  visit("disk_holds", options.disk_holds);
   visit("microbatches", options.microbatches);
   visit("recompute_by_layer", options.recompute_by_layer);
   visit("fault_tolerant", options.fault_tolerant);

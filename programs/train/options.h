@@ -51,7 +51,7 @@ struct Options {
   std::string clip_by;
   bool asynchronous = false, gradients_at_once = false;
 
-  std::string dtype, arithmetic, attention, devices, device_memory, host_memory, disk, disk_memory;
+  std::string dtype, arithmetic, attention, devices, device_memory, host_memory, disk, disk_memory, disk_holds;
   std::optional<int> microbatches;  // unset: the engine's choice
   bool recompute_by_layer = false, fault_tolerant = false;
 

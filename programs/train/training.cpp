@@ -90,7 +90,9 @@ Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t s
                       {.moments = moment_format(options),
                        .masters = master_format(options),
                        .gradients_at_once = options.gradients_at_once,
-                       .disk = {.folder = options.disk, .memory_bytes = bytes_of(options.disk_memory).value_or(0)}});
+                       .disk = {.folder = options.disk,
+                                .memory_bytes = bytes_of(options.disk_memory).value_or(0),
+                                .holds = parse_disk_holds(options.disk_holds)}});
   optimizer.set_learning_rate(learning_rate(options, steps));
   return optimizer;
 }

@@ -140,6 +140,7 @@ void bind_memory_simulator(py::module_& module) {
       .attribute("masters", [](const HostPrediction& host) { return host.masters; })
       .attribute("moments", [](const HostPrediction& host) { return host.moments; })
       .attribute("moments_on_disk", [](const HostPrediction& host) { return host.moments_on_disk; })
+      .attribute("masters_on_disk", [](const HostPrediction& host) { return host.masters_on_disk; })
       .attribute("values", &HostPrediction::values)
       .attribute("partial_sums", &HostPrediction::partial_sums)
       .attribute("kept_for_failures", &HostPrediction::kept_for_failures)
@@ -151,12 +152,16 @@ void bind_memory_simulator(py::module_& module) {
              return rows;
            })
       .def(py::init([](int64_t weights, int64_t gradients, int64_t masters, int64_t moments, int64_t values,
-                       int64_t partial_sums, int64_t kept_for_failures, int64_t moments_on_disk) {
-             return HostPrediction{
-                 {weights, gradients, masters, moments, moments_on_disk}, values, partial_sums, kept_for_failures};
+                       int64_t partial_sums, int64_t kept_for_failures, int64_t moments_on_disk,
+                       int64_t masters_on_disk) {
+             return HostPrediction{{weights, gradients, masters, moments, moments_on_disk, masters_on_disk},
+                                   values,
+                                   partial_sums,
+                                   kept_for_failures};
            }),
            py::arg("weights"), py::arg("gradients"), py::arg("masters"), py::arg("moments"), py::arg("values") = 0,
-           py::arg("partial_sums") = 0, py::arg("kept_for_failures") = 0, py::arg("moments_on_disk") = 0);
+           py::arg("partial_sums") = 0, py::arg("kept_for_failures") = 0, py::arg("moments_on_disk") = 0,
+           py::arg("masters_on_disk") = 0);
   module.def(
       "predict_host",
       [](const std::vector<std::vector<at::Tensor>>& blocks, const OptimizerMemory& optimizer, bool trains,
@@ -195,9 +200,12 @@ void bind_memory_simulator(py::module_& module) {
 
 void bind_disk(py::module_& module) {
   py::class_<DiskOptions>(module, "DiskOptions")
-      .def(py::init(
-               [](std::string folder, int64_t memory_bytes) { return DiskOptions{std::move(folder), memory_bytes}; }),
-           py::arg("folder") = "", py::arg("memory_bytes") = 0);
+      .def(py::init([](std::string folder, int64_t memory_bytes, const std::string& holds) {
+             DiskOptions disk{std::move(folder), memory_bytes, parse_disk_holds(holds)};
+             check(disk);
+             return disk;
+           }),
+           py::arg("folder") = "", py::arg("memory_bytes") = 0, py::arg("holds") = "moments");
   ValueClass<storage::DiskTier::Stats>(module, "DiskStats")
       .attribute("read_bytes", &storage::DiskTier::Stats::read_bytes)
       .attribute("written_bytes", &storage::DiskTier::Stats::written_bytes)

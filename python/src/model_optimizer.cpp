@@ -70,7 +70,8 @@ void bind_model_optimizer(py::module_& module) {
       .attribute("weights_and_gradients", &ModelOptimizer::HostBytes::weights_and_gradients)
       .attribute("masters", &ModelOptimizer::HostBytes::remainders)
       .attribute("moments", &ModelOptimizer::HostBytes::moments)
-      .attribute("moments_on_disk", &ModelOptimizer::HostBytes::moments_on_disk);
+      .attribute("moments_on_disk", &ModelOptimizer::HostBytes::moments_on_disk)
+      .attribute("masters_on_disk", &ModelOptimizer::HostBytes::remainders_on_disk);
   py::class_<ModelOptimizer, std::shared_ptr<ModelOptimizer>>(module, "ModelOptimizer")
       .def("accept_weights", &ModelOptimizer::accept_weights)
       .def_property("last_norm", &ModelOptimizer::last_norm, &ModelOptimizer::set_last_norm)
@@ -104,15 +105,33 @@ void bind_model_optimizer(py::module_& module) {
           [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
             const ModelOptimizer::Place place = optimizer.place(parameter);
             optim::BlockOptimizer& block = optimizer.block(place.block);
-            optim::BlockStates::Hold hold = block.states().hold();
-            optim::ParameterState state = hold[place.parameter];
-            if (block.states().tier()) {
-              for (at::Tensor& tensor : state.tensors) tensor = tensor.clone();
+            optim::ParameterState state;
+            {
+              optim::BlockStates::Hold hold = block.states().hold();
+              state = hold[place.parameter];
+              if (block.states().tier()) {
+                for (at::Tensor& tensor : state.tensors) tensor = tensor.clone();
+              }
             }
-            const at::Tensor& remainder = block.remainder(place.parameter);
+            const at::Tensor remainder = block.remainder_copy(place.parameter);
             return std::pair(std::move(state), remainder.defined() ? std::optional(remainder) : std::nullopt);
           },
           py::arg("parameter"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "remainder_dtype",
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            const at::Tensor& remainder = optimizer.block(place.block).remainder(place.parameter);
+            return remainder.defined() ? std::optional(remainder.scalar_type()) : std::nullopt;
+          },
+          py::arg("parameter"))
+      .def(
+          "set_remainder",
+          [](ModelOptimizer& optimizer, const at::Tensor& parameter, const at::Tensor& saved) {
+            const ModelOptimizer::Place place = optimizer.place(parameter);
+            optimizer.block(place.block).set_remainder(place.parameter, saved);
+          },
+          py::arg("parameter"), py::arg("saved"), py::call_guard<py::gil_scoped_release>())
       .def(
           "set_state",
           [](ModelOptimizer& optimizer, const at::Tensor& parameter, const optim::Scalars& scalars,
@@ -133,7 +152,7 @@ void bind_model_optimizer(py::module_& module) {
           "restart_master",
           [](ModelOptimizer& optimizer, const at::Tensor& parameter) {
             const ModelOptimizer::Place place = optimizer.place(parameter);
-            optimizer.block(place.block).restart_master(place.parameter, parameter.detach());
+            optimizer.restart_masters(place.block, {place.parameter});
           },
           py::arg("parameter"), py::call_guard<py::gil_scoped_release>())
       .def(

@@ -60,7 +60,7 @@ struct OptimizerFormat {
   // for all. Each forward_backward is then followed by a synchronous step without a scaler, in one process, and
   // with clips_by_last_norm if gradients are clipped.
   bool gradients_at_once = false;
-  // A disk for the moments that host memory has no room for. The bits are the same.
+  // A disk for the moments, and the masters if it holds them, that host memory has no room for. The bits are the same.
   DiskOptions disk = {};
   // Processes that train the same model, from equal weights, each with rows and devices of its own, and that make the
   // same steps: gradients are added over all of them, and each keeps the state of a part of every layer. Then making an

@@ -12,6 +12,7 @@
 #include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/optim/weight_decay.h>
 #include <roundpipe/quantise/format.h>
+#include <roundpipe/storage/disk_options.h>
 
 namespace roundpipe {
 
@@ -196,12 +197,19 @@ std::vector<TrainingOption> make_options() {
        .bits = Bits::kNo,
        .of_a_machine = true},
       {.name = "disk",
-       .help = "Folder on a disk for the moments that memory has no room for. Nothing of it stays.",
+       .help = "Folder on a disk for the moments (see --disk-holds) that memory has no room for. Nothing of it stays.",
        .bits = Bits::kNo,
        .of_a_machine = true},
       {.name = "disk_memory",
-       .help = "With --disk, memory of the moments, such as 20GB (default: three times those of the largest layer).",
+       .help =
+           "With --disk, memory of what it may hold, such as 20GB (default: three times that of the largest layer).",
        .is_size = true,
+       .bits = Bits::kNo,
+       .of_a_machine = true},
+      {.name = "disk_holds",
+       .help = "With --disk, masters: what fp32 masters have beyond 16-bit weights as well, which costs traffic.",
+       .otherwise = disk_holds_names().front(),
+       .choices = disk_holds_names(),
        .bits = Bits::kNo,
        .of_a_machine = true},
       {.name = "microbatches", .help = "Parts of a step (default: one more than devices).", .least = 1},
@@ -320,6 +328,9 @@ void check_update_rule(const OptionValues& values) {
   }
   if (is_given(values, "disk_memory") && !is_given(values, "disk")) {
     refuse("disk_memory", value_of(values, "disk_memory"), "it only with --disk");
+  }
+  if (text_of(values, "disk_holds") == "masters" && !is_given(values, "disk")) {
+    refuse("disk_holds", value_of(values, "disk_holds"), "it only with --disk");
   }
   for (const OfSomeRules& option : of_some_rules()) {
     if (!is_given(values, option.name) || option.has(rule)) continue;

@@ -11,10 +11,11 @@
 namespace roundpipe::optim {
 
 // The state of a block's parameters between steps: in host memory, or one after the other in a block of a disk tier.
+// After the states of all parameters come as many more, which lie beside them: see Remainders.
 // Thread safety: of all but hold(), which any thread may call at any time, any thread, one at a time.
 class BlockStates {
  public:
-  explicit BlockStates(size_t parameters) : states_(parameters), first_(parameters, kNone) {}
+  explicit BlockStates(size_t parameters) : states_(2 * parameters), first_(2 * parameters, kNone) {}
 
   // From now on, the state is block `index` of `tier`. REQUIRES: there is no state yet.
   void keep_on(std::shared_ptr<storage::DiskTier> tier, size_t index);
@@ -71,6 +72,13 @@ class BlockStates {
   // Of a state on the disk: where the tensors are, and the first one's index there for each parameter.
   memory::BlockLayout layout_;
   std::vector<size_t> first_;
+};
+
+// What the fp32 masters of a block's parameters have beyond the weights, see remainder_dtype(). It is the model's, so
+// that it outlives optimizers.
+struct Remainders {
+  std::vector<at::Tensor> tensors;       // of each parameter; undefined: none. Without values if they are on a disk
+  std::shared_ptr<BlockStates> on_disk;  // then has them, that of parameter i as state `tensors.size() + i`; else null
 };
 
 }  // namespace roundpipe::optim

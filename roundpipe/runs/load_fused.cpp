@@ -1,6 +1,8 @@
 #include <roundpipe/runs/load_fused.h>
 
 #include <algorithm>
+#include <deque>
+#include <utility>
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
@@ -36,8 +38,10 @@ struct Converted {
   at::Tensor target;      // the model's weights
   at::Tensor remainder;   // the model's, of the elements of `range`; undefined for fp32
   std::optional<ElementsOf> range;
+  bool is_done = false;
 
-  void finish() const {
+  void finish() {
+    if (std::exchange(is_done, true)) return;
     const at::NoGradGuard no_grad;
     at::Tensor master = weight.to(at::kFloat);
     if (is_remainder(saved_rest)) {
@@ -97,12 +101,8 @@ class FusedLoad {
     places_.load(apart, std::move(destinations_));
     reads_.read();
     // One block at a time, as memory has no room for all. Whoever loads the checkpoint verifies the files.
-    for (const auto& [block, moments] : on_disk_) {
-      StateReads in_parts(stored_, /*in_parts=*/true);
-      const optim::BlockStates::Hold hold = take_moments(core_.block(block).states(), moments, block, in_parts);
-      in_parts.read();
-    }
-    for (const Converted& conversion : converted_) conversion.finish();
+    for (const auto& [block, own] : on_disk_) read_from_disk(block, own);
+    for (Converted& conversion : converted_) conversion.finish();
     for (const auto& [saved, remainder] : other_remainders_) optim::convert_remainder(saved, remainder);
     core_.set_last_norm(stored_.last_norm());
     core_.accept_weights();
@@ -125,20 +125,44 @@ class FusedLoad {
       range = {shard.first, shard.last};
     }
     place_moments(block, index, parameter, range);
-    const at::Tensor& remainder = core_.block(block).remainder(index);
-    const char* saved_rest = nullptr;
-    for (const char* const kind : {kMaster, kMasterRemainder}) {
-      if (stored_.parts().contains(concat(name, "/", kind))) saved_rest = kind;
-    }
+    Master master{index, parameter, range, nullptr};
     if (places_.dtype(name) != parameter.scalar_type()) {
       const std::string& in_file = places_.sources().at(name).second;
       const saving::StoredTensor& weights = stored_.section(kWeights).at(in_file);
       const at::Tensor target = newest_.contains(name) ? newest_[name] : parameter.detach();
-      Converted conversion{in_file, at::empty(weights.shape, weights.dtype), {}, target, remainder, range};
-      if (saved_rest != nullptr) conversion.saved_rest = reads_.whole(name, saved_rest, parameter.sizes());
-      converted_.push_back(std::move(conversion));
+      converted_.push_back({in_file, at::empty(weights.shape, weights.dtype), {}, target, {}, range});
+      master.conversion = &converted_.back();
+    }
+    const at::Tensor& remainder = core_.block(block).remainder(index);
+    if (remainder.defined() && remainder.is_meta()) {
+      on_disk_[block].masters.push_back(master);
+    } else {
+      take_master(master, remainder, reads_);
+    }
+  }
+
+  // A trained parameter that may have a master.
+  struct Master {
+    size_t index;
+    at::Tensor parameter;
+    std::optional<ElementsOf> range;
+    Converted* conversion;  // null: the weights are in the checkpoint's dtype
+  };
+
+  // `remainder`: the model's, with its values.
+  void take_master(const Master& master, const at::Tensor& remainder, StateReads& reads) {
+    const std::string& name = *names_.find(master.parameter);
+    const char* saved_rest = nullptr;
+    for (const char* const kind : {kMaster, kMasterRemainder}) {
+      if (stored_.parts().contains(concat(name, "/", kind))) saved_rest = kind;
+    }
+    if (master.conversion != nullptr) {
+      master.conversion->remainder = remainder;
+      if (saved_rest != nullptr)
+        master.conversion->saved_rest = reads.whole(name, saved_rest, master.parameter.sizes());
     } else if (remainder.defined() && saved_rest != nullptr) {
-      reads_.take(name, saved_rest, taker_of(remainder, concat(name, "/", saved_rest)), parameter.detach(), range);
+      const at::Tensor taker = taker_of(remainder, concat(name, "/", saved_rest));
+      reads.take(name, saved_rest, taker, master.parameter.detach(), master.range);
     }
   }
 
@@ -158,13 +182,37 @@ class FusedLoad {
     std::optional<ElementsOf> range;
   };
 
+  struct OnDisk {
+    std::vector<Moments> moments;
+    std::vector<Master> masters;
+  };
+
+  // REQUIRES: the weights have been read.
+  void read_from_disk(size_t block, const OnDisk& own) {
+    optim::BlockOptimizer& optimizer = core_.block(block);
+    StateReads in_parts(stored_, /*in_parts=*/true);
+    optim::BlockStates::Hold hold = take_moments(optimizer.states(), own.moments, block, in_parts);
+    const size_t in_memory = other_remainders_.size();
+    for (const Master& master : own.masters) take_master(master, optimizer.remainder(master.index, hold), in_parts);
+    in_parts.read();
+    for (const Master& master : own.masters) {
+      if (master.conversion == nullptr) continue;
+      master.conversion->finish();
+      master.conversion->saved_rest.reset();
+      master.conversion->remainder.reset();
+    }
+    for (size_t i = in_memory; i < other_remainders_.size(); ++i)
+      optim::convert_remainder(other_remainders_[i].first, other_remainders_[i].second);
+    other_remainders_.resize(in_memory);
+  }
+
   void place_moments(size_t block, size_t index, const at::Tensor& parameter, const std::optional<ElementsOf>& range) {
     optim::BlockStates& states = core_.block(block).states();
     states.forget(index);
     const bool has_none = stored_.counters(*names_.find(parameter)) == nullptr;
     if (has_none || (range && own_elements(parameter.detach(), range).numel() == 0)) return;
     if (states.tier()) {
-      on_disk_[block].push_back({index, parameter, range});
+      on_disk_[block].moments.push_back({index, parameter, range});
     } else {
       take_moments(states, {{index, parameter, range}}, block, reads_);
     }
@@ -204,9 +252,9 @@ class FusedLoad {
   runtime::ModelOptimizer& core_;
   StateReads reads_;
   StoredCheckpoint::Destinations destinations_;
-  std::vector<Converted> converted_;
+  std::deque<Converted> converted_;                                  // which Master::conversion points to
   std::vector<std::pair<at::Tensor, at::Tensor>> other_remainders_;  // as saved, in another format, and the model's
-  std::map<size_t, std::vector<Moments>> on_disk_;                   // by block
+  std::map<size_t, OnDisk> on_disk_;                                 // by block
   std::map<size_t, std::vector<at::Tensor>> next_weights_;           // by block
   std::map<std::string, at::Tensor> newest_;  // where weights after the last step go, if calls read those before
 };

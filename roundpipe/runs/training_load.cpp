@@ -158,10 +158,11 @@ void TrainingLoad::load_weights(runtime::ModelOptimizer* fused) {
   stored_.verify_rest(training_.rank, training_.size);
   if (fused == nullptr) return;
   for (size_t b = 0; b < fused->block_count(); ++b) {
-    const std::vector<memory::NamedTensor>& parameters = fused->contents(b).state->block->parameters();
-    for (size_t p = 0; p < parameters.size(); ++p) {
-      if (fused->block(b).group(p) >= 0) fused->block(b).restart_master(p, parameters[p].tensor.detach());
+    std::vector<size_t> trained;
+    for (size_t p = 0; p < fused->block(b).parameters(); ++p) {
+      if (fused->block(b).group(p) >= 0) trained.push_back(p);
     }
+    fused->restart_masters(b, trained);
   }
   fused->accept_weights();
 }

@@ -28,6 +28,11 @@ std::optional<cluster::BlockShards> shards_of(const BlockState& state, const std
   return cluster::shard_block(state.block->layout(), state.gradient_layout, trained, nodes->size());
 }
 
+optim::Remainders& remainders_of(BlockState& state) {
+  if (!state.remainders) state.remainders = std::make_shared<optim::Remainders>();
+  return *state.remainders;
+}
+
 // Gradients of a call that failed with this error.
 memory::GradientBlockPtr failed_gradients(const std::exception_ptr& error) {
   auto gradients = std::make_shared<memory::GradientBlock>();
@@ -52,7 +57,7 @@ ModelOptimizer::BoundBlock::BoundBlock(std::shared_ptr<ModelState> of, size_t bl
       layer(layers_before + static_cast<size_t>(state.layers.front())),
       emulated_ms(model->layers[static_cast<size_t>(state.layers.front())]->layer->emulated_update_ms()),
       shards(shards_of(state, groups, nodes)),
-      optimizer(*state.block, std::move(groups), state.master_remainders, algorithm, format,
+      optimizer(*state.block, std::move(groups), remainders_of(state), algorithm, format,
                 shards ? shards->elements[static_cast<size_t>(nodes->rank())] : std::vector<optim::ElementRange>(),
                 number) {
   see();
@@ -77,9 +82,12 @@ void ModelOptimizer::BoundBlock::refuse_lost_writes() {
   }
 }
 
-void ModelOptimizer::BoundBlock::restart_master(size_t i) {
-  optimizer.restart_master(i, state.block->layout().view(state.block->newest()->flat, i));
-  seen[i] = static_cast<uint32_t>(state.block->parameters()[i].tensor._version());
+void ModelOptimizer::BoundBlock::restart_masters(const std::vector<size_t>& written) {
+  for (const size_t i : written) {
+    optimizer.note_written(i);
+    seen[i] = static_cast<uint32_t>(state.block->parameters()[i].tensor._version());
+  }
+  optimizer.restart_masters(state.block->newest()->flat);
 }
 
 void ModelOptimizer::BoundBlock::see() {
@@ -111,22 +119,63 @@ ModelOptimizer::ModelOptimizer(std::vector<std::shared_ptr<Pipeline>> pipelines,
   }
 }
 
-void ModelOptimizer::keep_moments_on(const DiskOptions& disk, const std::vector<Hyperparameters>& groups) {
-  std::vector<int64_t> bytes;
-  for (const auto& block : *blocks_) bytes.push_back(block->optimizer.stored_moment_bytes(groups));
-  division_ = storage::divide(bytes, disk.memory_bytes);
-  if (division_.disk_bytes == 0) return;
-  std::vector<int64_t> on_disk;
-  for (size_t b = 0; b < bytes.size(); ++b) on_disk.push_back(division_.in_memory[b] ? 0 : bytes[b]);
-  files::FileSystem& files = disk.files != nullptr ? *disk.files : files::FileSystem::of_disk_tier();
-  disk_ = std::make_shared<storage::DiskTier>(disk.folder, on_disk, division_.window_bytes, files);
-  for (size_t b = 0; b < bytes.size(); ++b) {
-    if (on_disk[b] > 0) (*blocks_)[b]->optimizer.states().keep_on(disk_, b);
+void ModelOptimizer::place_state(const DiskOptions& disk, const std::vector<Hyperparameters>& groups) {
+  if (disk.is_on()) {
+    std::vector<int64_t> bytes;
+    for (const auto& block : *blocks_) bytes.push_back(block->optimizer.stored_bytes(groups, disk.holds));
+    division_ = storage::divide(bytes, disk.memory_bytes, disk.held());
+    for (size_t b = 0; b < bytes.size(); ++b) bytes[b] = division_.in_memory[b] ? 0 : bytes[b];
+    if (division_.disk_bytes > 0) {
+      files::FileSystem& files = disk.files != nullptr ? *disk.files : files::FileSystem::of_disk_tier();
+      disk_ = std::make_shared<storage::DiskTier>(disk.folder, bytes, division_.window_bytes, files);
+    }
+    for (size_t b = 0; disk_ && b < bytes.size(); ++b) {
+      if (bytes[b] > 0) (*blocks_)[b]->optimizer.keep_on(disk_, b, disk.holds);
+    }
+  }
+  for (const auto& block : *blocks_) {
+    block->optimizer.prepare_masters();
+    if (disk_) disk_->raise();
+  }
+  if (!disk_) return;
+  disk_->settle();
+  disk_->raise();
+}
+
+void ModelOptimizer::take_masters() {
+  for (const auto& block : *blocks_) block->optimizer.take_masters();
+}
+
+void ModelOptimizer::give_up_masters() {
+  for (const auto& block : *blocks_) {
+    if (!block->reader) continue;
+    block->reader->before_step();
+    std::exchange(block->reader, nullptr)->before_update();
   }
 }
 
+void ModelOptimizer::raise_disk() {
+  if (!disk_) return;
+  try {
+    disk_->raise();
+  } catch (const Error& error) {
+    throw Error(concat(error.what(),
+                       ". What could not be written is still in memory, so that a checkpoint can be saved; the next "
+                       "step tries to write it again"));
+  }
+}
+
+void ModelOptimizer::restart_masters(size_t block, const std::vector<size_t>& parameters) {
+  BoundBlock& own = *blocks_->at(block);
+  for (const size_t i : parameters) own.optimizer.note_written(i);
+  own.optimizer.restart_masters([&](size_t i) { return own.state.block->parameters()[i].tensor.detach(); });
+}
+
 void ModelOptimizer::accept_weights() {
-  for (const auto& block : *blocks_) block->see();
+  for (const auto& block : *blocks_) {
+    block->see();
+    block->optimizer.forget_written();
+  }
 }
 
 void ModelOptimizer::reap(size_t at_most) {
@@ -163,7 +212,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   for (const auto& block : *blocks_) block->refuse_lost_writes();
   std::exception_ptr failure;
   try {
-    if (disk_) disk_->raise();
+    raise_disk();
     for (const auto& pipeline : pipelines_) pipeline->raise_pending();
   } catch (...) {
     if (!nodes_) throw;
@@ -230,7 +279,11 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     const memory::GradientBlockPtr& gradient = gradients[block->model.get()][block->index];
     if (!gradient) {
       if (!written.empty() && block->reader) std::exchange(block->reader, nullptr)->before_update();
-      for (const size_t i : written) block->restart_master(i);
+      try {
+        if (!written.empty()) block->restart_masters(written);
+      } catch (const storage::Unreadable&) {
+        // They still have to be, and the next one who needs them tells.
+      }
       if (state.block->settle()) state.block->repoint();
       continue;
     }
@@ -307,11 +360,11 @@ void ModelOptimizer::take_writes() {
 void ModelOptimizer::restart_masters() {
   for (const auto& block : *blocks_) {
     if (!block->optimizer.trains_any()) continue;
-    for (const size_t i : block->written()) {
-      if (!block->state.block->newest_has(i)) continue;  // the next step refuses it
-      if (block->reader) std::exchange(block->reader, nullptr)->before_update();
-      block->restart_master(i);
-    }
+    std::vector<size_t> written = block->written();
+    // The next step refuses those.
+    std::erase_if(written, [&](size_t i) { return !block->state.block->newest_has(i); });
+    if (!written.empty() && block->reader) std::exchange(block->reader, nullptr)->before_update();
+    if (!written.empty() || runs_.empty()) block->restart_masters(written);
   }
 }
 
@@ -324,7 +377,7 @@ void ModelOptimizer::finish() {
     if (block->state.block->settle()) block->state.block->repoint();
   }
   restart_masters();
-  if (disk_) disk_->raise();
+  raise_disk();
 }
 
 void ModelOptimizer::drop_gradients() {
@@ -340,13 +393,18 @@ ModelOptimizer::HostBytes ModelOptimizer::host_bytes(const std::vector<Hyperpara
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (block->optimizer.group(i) >= 0) bytes.parameters += parameters[i].tensor.numel();
     }
-    bytes.remainders += block->optimizer.remainder_bytes();
-    const bool is_on_disk = block->optimizer.states().tier() != nullptr;
-    (is_on_disk ? bytes.moments_on_disk : bytes.moments) += block->optimizer.moment_bytes(groups);
+    const bool has_tier = block->optimizer.states().tier() != nullptr;
+    (has_tier ? bytes.moments_on_disk : bytes.moments) += block->optimizer.moment_bytes(groups);
+    const bool has_masters_there = block->state.remainders->on_disk != nullptr;
+    (has_masters_there ? bytes.remainders_on_disk : bytes.remainders) += block->optimizer.remainder_bytes();
   }
-  const int64_t window_bytes = std::min(bytes.moments_on_disk, division_.window_bytes);
-  bytes.moments += window_bytes;
-  bytes.moments_on_disk -= window_bytes;
+  const int64_t on_disk = bytes.moments_on_disk + bytes.remainders_on_disk;
+  const int64_t moments = division_.in_window(bytes.moments_on_disk, on_disk);
+  const int64_t remainders = division_.in_window(bytes.remainders_on_disk, on_disk);
+  bytes.moments += moments;
+  bytes.moments_on_disk -= moments;
+  bytes.remainders += remainders;
+  bytes.remainders_on_disk -= remainders;
   return bytes;
 }
 

@@ -30,10 +30,16 @@ class ModelOptimizer {
                  const std::vector<std::vector<std::vector<int>>>& groups, optim::Algorithm algorithm,
                  optim::StateFormat format, std::shared_ptr<cluster::Nodes> nodes = nullptr);
 
-  // Keeps what memory has no room for on a disk, from the first step on; see storage::divide. `groups`: what they will
-  // be then. Throws what storage::divide and storage::DiskTier do. REQUIRES: no step has been made.
-  void keep_moments_on(const DiskOptions& disk, const std::vector<optim::Hyperparameters>& groups);
-  // Null: all are in memory.
+  // Finds a place for the state: what memory has no room for is on a disk; see storage::divide. `groups`: what they
+  // will be in the first step. Masters are prepared, and nothing is changed before take_masters(). Throws what
+  // storage::divide, storage::DiskTier and BlockOptimizer::prepare_masters do. REQUIRES: no step has been made.
+  void place_state(const DiskOptions& disk, const std::vector<optim::Hyperparameters>& groups);
+  // Makes the masters that are prepared those of the models. REQUIRES: place_state(), and give_up_masters() of an
+  // earlier optimizer of the models.
+  void take_masters();
+  // Lets a snapshot have what a later optimizer is going to change.
+  void give_up_masters();
+  // Null: all is in memory.
   const std::shared_ptr<storage::DiskTier>& disk_tier() const { return disk_; }
 
   // Starts a step with the gradients summed since the last one; `groups` are the hyperparameters of each group, and
@@ -73,6 +79,8 @@ class ModelOptimizer {
   Place place(const at::Tensor& parameter) const { return places_.at(parameter.unsafeGetTensorImpl()); }
   // Block `index`, counted over all pipelines. REQUIRES: no step is in progress.
   optim::BlockOptimizer& block(size_t index) { return blocks_->at(index)->optimizer; }
+  // Restarts masters from the weights that these parameters of a block show.
+  void restart_masters(size_t block, const std::vector<size_t>& parameters);
   // Treats the current weights as those of the masters, not as written by the user: for example, both have been loaded.
   void accept_weights();
 
@@ -104,7 +112,8 @@ class ModelOptimizer {
     int64_t weights_and_gradients = 0;
     int64_t remainders = 0;
     int64_t moments = 0;
-    int64_t moments_on_disk = 0;  // beyond those
+    int64_t moments_on_disk = 0;     // beyond those
+    int64_t remainders_on_disk = 0;  // beyond those
   };
   HostBytes host_bytes(const std::vector<optim::Hyperparameters>& groups) const;
   // The same with the hyperparameters of the latest step or, before it, of set_groups().
@@ -121,8 +130,8 @@ class ModelOptimizer {
     // Parameters that the user has written to since `seen` was taken.
     std::vector<size_t> written() const;
     void see();
-    // Of what is written in the newest weights, which are complete.
-    void restart_master(size_t i);
+    // Of these parameters, and of those for which it has failed, from the newest weights, which are complete.
+    void restart_masters(const std::vector<size_t>& written);
     // Throws std::invalid_argument if there are such parameters and the next version replaces them; forgets them then.
     void refuse_lost_writes();
 
@@ -142,6 +151,8 @@ class ModelOptimizer {
   void adopt_replaced();
   // Of parameters that the user has written to, where the newest weights have what is written.
   void restart_masters();
+  // Throws the error of a write to the disk, see DiskTier::raise.
+  void raise_disk();
   void reap(size_t at_most);
   bool at_once() const;
   void check_at_once(const StepOptions& options, double loss_scale) const;

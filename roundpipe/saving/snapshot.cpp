@@ -20,8 +20,11 @@ using runtime::ModelOptimizer;
 namespace {
 
 // Those of a state on the disk are not in the piece.
-const at::Tensor& values_of(const Snapshot::Piece& piece, optim::BlockStates::Hold& states) {
-  return piece.tensor.is_meta() ? states[piece.parameter].tensors[piece.moment] : piece.tensor;
+const at::Tensor& values_of(const Snapshot::Piece& piece, const optim::BlockOptimizer& optimizer,
+                            optim::BlockStates::Hold& states) {
+  if (!piece.tensor.is_meta()) return piece.tensor;
+  if (piece.part == Snapshot::Part::kRemainder) return optimizer.remainder(piece.parameter, states);
+  return states[piece.parameter].tensors[piece.moment];
 }
 
 }  // namespace
@@ -186,8 +189,9 @@ void Snapshot::copy(Unit& unit) noexcept {
   const at::NoGradGuard no_grad;
   std::exception_ptr error;
   try {
-    optim::BlockStates::Hold states = blocks_[unit.block].contents.optimizer->states().hold();
-    for (Piece& piece : unit.pieces) piece.tensor = values_of(piece, states).clone();
+    optim::BlockOptimizer& optimizer = *blocks_[unit.block].contents.optimizer;
+    optim::BlockStates::Hold states = optimizer.states().hold();
+    for (Piece& piece : unit.pieces) piece.tensor = values_of(piece, optimizer, states).clone();
   } catch (...) {
     error = std::current_exception();
   }
@@ -237,11 +241,12 @@ void Snapshot::work(const Sink& sink) noexcept {
       unit->stage = Stage::kWriting;
     }
     try {
+      optim::BlockOptimizer& optimizer = *blocks_[unit->block].contents.optimizer;
       std::optional<optim::BlockStates::Hold> states;
       for (size_t i = 0; i < unit->pieces.size(); ++i) {
         const Piece& piece = unit->pieces[i];
-        if (piece.tensor.is_meta() && !states) states.emplace(blocks_[unit->block].contents.optimizer->states().hold());
-        sink(unit->first + i, states ? values_of(piece, *states) : piece.tensor);
+        if (piece.tensor.is_meta() && !states) states.emplace(optimizer.states().hold());
+        sink(unit->first + i, states ? values_of(piece, optimizer, *states) : piece.tensor);
         const MutexLock lock(mutex_);
         if (error_) break;
       }

@@ -82,8 +82,13 @@ at::Tensor StateReads::whole(const std::string& name, const std::string& kind, a
   const std::string key = concat(name, "/", kind);
   const saving::StoredTensor& first = stored_.parts_of(key).front().tensor;
   if (stored_.nodes() == 1) {
-    whole_tensors_.emplace_back(key, at::empty(first.shape, first.dtype));
-    return whole_tensors_.back().second;
+    const at::Tensor made = at::empty(first.shape, first.dtype);
+    if (in_parts_) {
+      ranges_[first.file].push_back({key, 0, made.view(-1)});
+    } else {
+      whole_tensors_.emplace_back(key, made);
+    }
+    return made;
   }
   const Unit unit = unit_of(key);
   const int64_t elements = c10::multiply_integers(shape);

@@ -27,6 +27,7 @@ struct HostMemory {
   std::int64_t masters = 0;          // what fp32 masters of 16-bit weights take beyond the weights
   std::int64_t moments = 0;          // what the optimizer keeps beside the masters
   std::int64_t moments_on_disk = 0;  // beyond those, and no memory
+  std::int64_t masters_on_disk = 0;  // likewise
 };
 
 }  // namespace roundpipe::simulate

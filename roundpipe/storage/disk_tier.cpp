@@ -68,7 +68,7 @@ class DiskTier::Transfers {
       if (block.stage == Stage::kWriting && use == Use::kRead) break;
       if (block.stage == Stage::kAway) {
         if (asked && block.read_failed) throw Unreadable(message_of(block.error));
-        const int64_t needed = pages(block.bytes == 0 ? bytes : block.bytes);
+        const int64_t needed = room_of(block, bytes);
         if (make_room(needed, 0) || !any_will_end()) {
           take_buffer(block, needed);
           asked = true;
@@ -150,11 +150,7 @@ class DiskTier::Transfers {
       changed_.notify_all();
       while (std::ranges::any_of(blocks_, is_writing)) changed_.wait(mutex_);
     }
-    if (const std::exception_ptr error = std::exchange(error_, nullptr)) {
-      throw Error(concat(message_of(error),
-                         ". The moments that could not be written are still in memory, so that a checkpoint can be "
-                         "saved; the next step tries to write them again"));
-    }
+    if (const std::exception_ptr error = std::exchange(error_, nullptr)) throw Error(message_of(error));
   }
 
   Stats stats() const {
@@ -261,6 +257,11 @@ class DiskTier::Transfers {
     block.stage = Stage::kAway;
   }
 
+  // Of a block that takes so many bytes, or as many as it has. What is set aside for it on the disk it will need.
+  static int64_t room_of(const Block& block, int64_t bytes) {
+    return std::max(pages(block.bytes == 0 ? bytes : block.bytes), block.place_bytes);
+  }
+
   // REQUIRES: there is room, or nothing will give any.
   void take_buffer(Block& block, int64_t bytes) ROUNDPIPE_REQUIRES(mutex_) {
     if (spare_ && spare_->capacity_bytes == bytes) {
@@ -323,12 +324,13 @@ class DiskTier::Transfers {
       Block& block = blocks_[index];
       if (seen[index] || block.bytes == 0) continue;
       seen[index] = true;
-      sum += pages(block.bytes);
+      const int64_t needed = room_of(block, block.bytes);
+      sum += needed;
       if (sum > window_bytes_) return false;
       if (block.stage != Stage::kAway || block.read_failed) continue;
-      if (!make_room(pages(block.bytes), turn + 1)) return false;
+      if (!make_room(needed, turn + 1)) return false;
       try {
-        take_buffer(block, pages(block.bytes));
+        take_buffer(block, needed);
       } catch (const std::bad_alloc&) {
         return false;  // whoever needs the block tries again, and tells
       }

@@ -32,8 +32,8 @@ class DiskTier {
  public:
   enum class Use { kRead, kChange };
 
-  // `block_bytes`: what blocks take at first, for which room is set aside on the disk now; they may grow. Makes the
-  // folder. Throws Error if the disk has no room for them.
+  // `block_bytes`: what blocks are going to take, for which room is set aside on the disk now and in the window as they
+  // come; they may grow beyond it. Makes the folder. Throws Error if the disk has no room for them.
   DiskTier(const std::string& folder, const std::vector<int64_t>& block_bytes, int64_t window_bytes,
            files::FileSystem& files = files::FileSystem::of_disk_tier());
   // Waits for transfers under way; what is not written yet is dropped. REQUIRES: nothing is acquired.

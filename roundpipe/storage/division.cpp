@@ -43,13 +43,19 @@ void fill(const std::vector<int64_t>& bytes, int64_t room_bytes, Division& divis
 
 }  // namespace
 
-Division divide(const std::vector<int64_t>& block_bytes, int64_t memory_bytes) {
+int64_t Division::in_window(int64_t part_bytes, int64_t all_bytes) const {
+  if (all_bytes <= window_bytes) return part_bytes;
+  return static_cast<int64_t>(static_cast<double>(part_bytes) / static_cast<double>(all_bytes) *
+                              static_cast<double>(window_bytes));
+}
+
+Division divide(const std::vector<int64_t>& block_bytes, int64_t memory_bytes, const char* held) {
   const std::vector<bool> none(block_bytes.size(), false);
   const int64_t total = std::accumulate(block_bytes.begin(), block_bytes.end(), int64_t{0});
   const int64_t one = largest(block_bytes, none);
   if (memory_bytes == 0) memory_bytes = std::min(total, kWindowBlocks * one);
   if (memory_bytes < one) {
-    throw std::invalid_argument(concat("[disk] the moments may take ", format_bytes(memory_bytes),
+    throw std::invalid_argument(concat("[disk] the ", held, " may take ", format_bytes(memory_bytes),
                                        " of host memory, expected at least ", format_bytes(one),
                                        ", those of the largest layer; allow more"));
   }

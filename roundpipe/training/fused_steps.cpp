@@ -84,6 +84,7 @@ void FusedSteps::require_room(const char* where, const std::string& name, const 
       all.masters += part.masters;
       all.moments += part.moments;
       all.moments_on_disk += part.moments_on_disk;
+      all.masters_on_disk += part.masters_on_disk;
     };
     for (const auto& model : models_) add(model->memory().host_with(optimizer, rule.gradients_in_fp32));
     for (const memory::NamedTensor& parameter : host_parameters_) {
@@ -105,6 +106,7 @@ void FusedSteps::prepare_bind() {
 
 void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, const GroupOf& group_of,
                       std::shared_ptr<cluster::Nodes> nodes, std::shared_ptr<JointTraining> joint) {
+  check(rule.disk);
   for (const auto& [name, parameter] : named) {
     const int group = group_of(parameter);
     if (group < 0) continue;
@@ -140,7 +142,9 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
   auto made =
       std::make_shared<runtime::ModelOptimizer>(pipelines_, groups, rule.algorithm, rule.format, std::move(nodes));
   made->set_groups(rule.groups);
-  if (rule.disk.is_on()) made->keep_moments_on(rule.disk, rule.groups);
+  made->place_state(rule.disk, rule.groups);
+  if (optimizer_) optimizer_->give_up_masters();
+  made->take_masters();
   for (const auto& model : models_) {
     model->memory().count(memory);
     model->pipeline()->gradients().set_shows_at_once(false);

@@ -21,6 +21,29 @@ namespace {
 // What takes the least, while nobody knows which optimizer it will be.
 OptimizerMemory least() { return {.algorithm = optim::Algorithm::kSGD, .gradients_at_once = true}; }
 
+// Of a model whose blocks have such parameters, what the disk holds.
+void move_to_disk(const std::vector<std::vector<simulate::ParameterSize>>& blocks, const OptimizerMemory& optimizer,
+                  simulate::HostMemory& host) {
+  const bool with_masters = optimizer.disk.holds == DiskHolds::kMasters;
+  std::vector<int64_t> moments, masters, held;
+  for (const auto& block : blocks) {
+    const simulate::HostMemory own = simulate::predict_host(std::span(&block, 1));
+    moments.push_back(own.moments / optimizer.nodes);
+    masters.push_back(with_masters ? own.masters / optimizer.nodes : 0);
+    held.push_back(moments.back() + masters.back());
+  }
+  const storage::Division division = storage::divide(held, optimizer.disk.memory_bytes, optimizer.disk.held());
+  const auto beyond = [&](const std::vector<int64_t>& of_blocks) {
+    int64_t bytes = 0;
+    for (size_t b = 0; b < of_blocks.size(); ++b) bytes += division.in_memory[b] ? 0 : of_blocks[b];
+    return bytes - division.in_window(bytes, division.disk_bytes);
+  };
+  host.moments_on_disk = beyond(moments);
+  host.masters_on_disk = beyond(masters);
+  host.moments -= host.moments_on_disk;
+  host.masters -= host.masters_on_disk;
+}
+
 std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
                     const std::function<HostPrediction(const OptimizerMemory&)>& predict,
                     const std::optional<OptimizerMemory>& optimizer) {
@@ -112,14 +135,7 @@ simulate::HostMemory host_memory_of(const std::vector<std::vector<at::Tensor>>& 
     for (const auto& block : sizes) gradients.push_back(simulate::predict_host(std::span(&block, 1)).gradients);
     host.gradients = memory::gradient_room_bytes(gradients);
   }
-  if (trains && optimizer.disk.is_on()) {
-    std::vector<int64_t> moments;
-    for (const auto& block : sizes)
-      moments.push_back(simulate::predict_host(std::span(&block, 1)).moments / optimizer.nodes);
-    const storage::Division division = storage::divide(moments, optimizer.disk.memory_bytes);
-    host.moments_on_disk = std::max<int64_t>(host.moments - division.total_memory_bytes(), 0);
-    host.moments -= host.moments_on_disk;
-  }
+  if (trains && optimizer.disk.is_on()) move_to_disk(sizes, optimizer, host);
   return host;
 }
 

@@ -18,6 +18,7 @@ from roundpipe.model.published_attributes import source_of_names
 from roundpipe.model.step.fused_optimizer import (
     MOMENTS,
     BoundOptimizer,
+    DiskHolds,
     Formats,
     Gradients,
     Masters,
@@ -51,8 +52,11 @@ class ForModel(BoundOptimizer):
             is_async=False)`, without a scaler, and with `clip_by="last_norm"` if gradients are clipped.
         disk: with a model: a folder on a disk that holds the moments for which there is no memory. What is written
             there is gone with the process. The bits are the same.
-        disk_memory: with `disk`: what the moments may take of host memory, such as "20GB"; None: the least with which
-            the disk and the updates work side by side, three times the moments of the largest layer.
+        disk_memory: with `disk`: what the moments, and the masters with "masters", may take of host memory, such as
+            "20GB"; None: the least with which the disk and the updates work side by side, three times those of the
+            largest layer.
+        disk_holds: with `disk`: "masters" lets it hold what the fp32 masters have beyond 16-bit weights as well: less
+            host memory, and more that each step reads and writes.
         **kwargs: the torch optimizer's arguments.
 
     Raises:
@@ -82,13 +86,15 @@ class ForModel(BoundOptimizer):
         gradients: Gradients = "weights",
         disk: str | os.PathLike[str] | None = None,
         disk_memory: int | str | None = None,
+        disk_holds: DiskHolds = "moments",
         **kwargs: Any,
     ) -> None:
         self.binding: _core.ModelOptimizer | None = None
         model = facade_in(params)
         formats = Formats(moments, masters, gradients)
         if model is None:
-            if groups is not None or not decay_norms_and_biases or formats != Formats() or disk or disk_memory:
+            on_disk = disk or disk_memory or disk_holds != "moments"
+            if groups is not None or not decay_norms_and_biases or formats != Formats() or on_disk:
                 raise ValueError(
                     "[optim] groups, decay_norms_and_biases, moments, masters, gradients and disk are for a RoundPipe "
                     f"model, and the first argument is a {type(params).__name__}; wrap the model, or give torch's "
@@ -98,11 +104,11 @@ class ForModel(BoundOptimizer):
             return
         formats.check()
         if disk is not None and not os.fspath(disk).strip():
-            raise ValueError(f"[optim] disk is {disk!r}, expected a folder on a disk, or None for moments in memory")
+            raise ValueError(f"[optim] disk is {disk!r}, expected a folder on a disk, or None for all in memory")
         if disk is None and disk_memory is not None:
             raise ValueError("[optim] disk_memory is given without disk; name a folder on a disk as well")
         self.disk = _core.DiskOptions(
-            "" if disk is None else os.fspath(disk), budget_of(disk_memory, "disk_memory") or 0
+            "" if disk is None else os.fspath(disk), budget_of(disk_memory, "disk_memory") or 0, disk_holds
         )
         named = model._step_group.models.trainable_parameters()
         if not named:
@@ -150,7 +156,14 @@ class ForModel(BoundOptimizer):
         if self.binding is None:
             raise ValueError("[optim] host_memory() is for an optimizer that was made for a RoundPipe model")
         size = self.binding.host_bytes(self.core_groups())
-        return HostMemory(size.parameters, size.weights_and_gradients, size.masters, size.moments, size.moments_on_disk)
+        return HostMemory(
+            size.parameters,
+            size.weights_and_gradients,
+            size.masters,
+            size.moments,
+            size.moments_on_disk,
+            size.masters_on_disk,
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients; for a model, the gradients that no step has consumed yet, without waiting."""
@@ -235,23 +248,16 @@ class ForModel(BoundOptimizer):
             # Replaces states one by one, so that memory never holds two whole states.
             for parameter, hyper in hypers.items():
                 self.binding.set_state(parameter, *self._unpacked(parameter, states[parameter], hyper))
-                _, remainder = self.binding.state(parameter)
-                if remainder is None:
+                dtype = self.binding.remainder_dtype(parameter)
+                if dtype is None:
                     continue
-                name = _REMAINDERS[remainder.dtype]
+                name = _REMAINDERS[dtype]
                 if name in states[parameter]:
-                    self._load_remainder(states[parameter][name], remainder)
+                    self.binding.set_remainder(parameter, states[parameter][name])
                 else:
                     self.binding.restart_master(parameter)
         self.binding.last_norm = state_dict.get("last_norm")
         self.binding.accept_weights()
-
-    @staticmethod
-    def _load_remainder(saved: torch.Tensor, remainder: torch.Tensor) -> None:
-        if saved.dtype == remainder.dtype or _REMAINDERS.get(saved.dtype) == "master":
-            remainder.copy_(saved)
-        else:
-            _core.convert_remainder(saved, remainder)
 
     def _refuse_parts(self, what: str) -> None:
         nodes = self._group.nodes

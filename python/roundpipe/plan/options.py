@@ -227,10 +227,13 @@ class PlanOptions:
     disk_memory: Annotated[
         str | None,
         typer.Option(
-            help="With --disk: what moments may still take of memory (default: the least at full speed).",
+            help="With --disk: what it may hold may still take of memory (default: the least at full speed).",
             show_default=False,
         ),
     ] = None
+    disk_holds: Annotated[
+        str, typer.Option(help="With --disk: moments, or masters, which are those of 16-bit weights as well.")
+    ] = "moments"
     disk_endurance: Annotated[
         str | None,
         typer.Option(
@@ -385,6 +388,7 @@ class PlanOptions:
         if self.moments == "8bit":
             require(self.optimizer in WITH_8BIT, "moments", self.moments, f"fp32 for {self.optimizer}")
         require(self.masters in ("fp32", "24bit"), "masters", self.masters, "fp32 or 24bit")
+        require(self.disk_holds in ("moments", "masters"), "disk-holds", self.disk_holds, "moments or masters")
         if self.mode != "sync" or self.nodes is not None:
             self.refuse(["gradients_at_once"], "--mode sync, and without --nodes")
         require(self.tflops is None or _is_rate(self.tflops), "tflops", self.tflops, _RATES_EXPECTED)
@@ -396,7 +400,7 @@ class PlanOptions:
 
     def _check_bytes(self) -> None:
         if self.disk is None:
-            self.refuse(["disk_memory", "disk_endurance"], "--disk")
+            self.refuse(["disk_memory", "disk_holds", "disk_endurance"], "--disk")
         elif self.measure is None:
             require(bool(self.disk_gb_per_s()), "disk", self.disk, "--measure, or disk_both_gb_per_s in --machine")
         self.disk_endurance_bytes()
@@ -445,6 +449,7 @@ class PlanOptions:
             masters=self.masters,
             disk=self.disk or "",
             disk_memory=memory,
+            disk_holds=self.disk_holds,
             gradients_at_once=self.gradients_at_once,
         )
 

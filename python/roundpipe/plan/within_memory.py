@@ -149,9 +149,7 @@ def _plan(options: PlanOptions) -> Planned:
     request = options.request(costs)
     disk_gb_per_s = options.disk_gb_per_s()
     trained = sum(cost.gradient_bytes for cost in costs.layers) if shapes is None else shapes.trained_bytes
-    request.update_gb_per_s = _core.update_rate_with_disk(
-        request.update_gb_per_s, disk_gb_per_s, trained, host.moments_on_disk
-    )
+    request.update_gb_per_s = _core.update_rate_with_disk(request.update_gb_per_s, disk_gb_per_s, trained, host.on_disk)
     memory, room = options.memory_bytes(), options.host_bytes()
     mode = _core.PlanMode.INFERENCE if options.mode == "inference" else _core.PlanMode.FUSED
     found = fitting.fit(
@@ -166,7 +164,7 @@ def _plan(options: PlanOptions) -> Planned:
     disk = None
     if options.disk is not None:
         step_ms = found.choices[0].step_ms + found.again_ms
-        disk = DiskUse(options.disk, host.moments_on_disk, disk_gb_per_s, step_ms, options.disk_endurance_bytes())
+        disk = DiskUse(options.disk, host.on_disk, disk_gb_per_s, step_ms, options.disk_endurance_bytes())
     return Planned(options, request, found, host, shapes, "" if shapes is not None else unknown, disk)
 
 

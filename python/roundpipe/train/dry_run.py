@@ -153,7 +153,7 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
         mode="async" if config.asynchronous else "sync",
         links=costs.cluster(len(pool), of_each, with_links=True),
         update_gb_per_s=_core.update_rate_with_disk(
-            machine.update_gb_per_s, disk_gb_per_s, shapes.trained_bytes, host.moments_on_disk
+            machine.update_gb_per_s, disk_gb_per_s, shapes.trained_bytes, host.on_disk
         ),
         update_traffic=rule.traffic(dtype),
     )
@@ -226,7 +226,7 @@ def _disk(config: TrainConfig, forecast: Forecast, out: Path, machine: Machine) 
 
     element = next(forecast.shapes.model.parameters()).element_size()
     result = forecast.shapes.trained * element
-    checkpoint = result + forecast.host.masters + forecast.host.moments + forecast.host.moments_on_disk
+    checkpoint = result + forecast.host.masters + forecast.host.moments + forecast.host.on_disk
     count = 1 if config.save_every is None else config.keep + 1
 
     def free(folder: Path) -> str:
@@ -239,8 +239,8 @@ def _disk(config: TrainConfig, forecast: Forecast, out: Path, machine: Machine) 
     )
     if config.disk is not None:
         yield (
-            f"moments  {_size(forecast.host.moments_on_disk)} of {free(Path(config.disk))} in {config.disk}, read and "
-            "written in each step"
+            f"{config.disk_holds:8} {_size(forecast.host.on_disk)} of {free(Path(config.disk))} in {config.disk}, read "
+            "and written in each step"
             + ("" if machine.disk else "; how long that takes is not predicted, see roundpipe plan --measure --disk")
         )
 

@@ -177,7 +177,7 @@ def check_run(config: TrainConfig) -> tuple[int, int]:
     if budget is not None:
         refuse_host("train", base_of(config), budget, lambda rule: predict_unloaded(model, rule), rule)
     host, weights = predict_unloaded(model, rule), sum(parameter.nbytes for parameter in trained)
-    return weights, weights + host.masters + host.moments + host.moments_on_disk
+    return weights, weights + host.masters + host.moments + host.on_disk
 
 
 def rule_of(config: TrainConfig) -> UpdateRule:
@@ -190,6 +190,7 @@ def rule_of(config: TrainConfig) -> UpdateRule:
         config.masters,
         config.disk or "",
         disk_memory,
+        config.disk_holds,
         config.gradients_at_once,
     )
 

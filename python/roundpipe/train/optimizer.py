@@ -43,6 +43,7 @@ def make_optimizer(model: RoundPipe, config: TrainConfig) -> Any:
         gradients="at_once" if config.gradients_at_once else "weights",
         disk=config.disk,
         disk_memory=config.disk_memory,
+        disk_holds=config.disk_holds,
         **options,
     )
 

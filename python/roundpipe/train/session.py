@@ -239,4 +239,4 @@ def _weights_bytes(optimizer: Any) -> int:
 def _state_bytes(optimizer: Any) -> int:
     """What this node's masters and moments take in a checkpoint."""
     memory = optimizer.host_memory()
-    return int(memory.masters + memory.moments + memory.moments_on_disk)
+    return int(memory.masters + memory.moments + memory.on_disk)

@@ -20,6 +20,10 @@
 #include <roundpipe/runtime/model/update_meter.h>
 #include <roundpipe/schedule/layer_cost.h>
 
+namespace roundpipe::optim {
+struct Remainders;
+}
+
 namespace roundpipe::runtime {
 
 // A property of a layer that is learned by watching it run.
@@ -83,8 +87,8 @@ struct BlockState {
   // same.
   memory::BlockLayout sum_layout;
   std::shared_ptr<memory::BufferPool> sum_buffers;
-  // The remainder of each parameter's fp32 master, once a fused optimizer trains it.
-  std::vector<at::Tensor> master_remainders;
+  // Of the parameters' fp32 masters, once a fused optimizer trains the block.
+  std::shared_ptr<optim::Remainders> remainders;
 
   bool tied() const { return layers.size() > 1; }
   // The position of `layer` among the layers that share the block. REQUIRES: it is one of them.

@@ -194,7 +194,10 @@ void StepRun::decide() {
   decided_->fire();
 }
 
-void StepRun::pass_on(BlockStep& step) { step.after->flat = step.before->flat; }
+void StepRun::pass_on(BlockStep& step) {
+  if (step.before->flat.defined()) step.optimizer->restart_masters(step.before->flat);
+  step.after->flat = step.before->flat;
+}
 
 void StepRun::make(BlockStep& step) {
   // Before the update, which lets the weights before it go.
@@ -228,21 +231,19 @@ void StepRun::publish(BlockStep& step) {
   if (step.exchange_error) std::rethrow_exception(step.exchange_error);
   if (const std::exception_ptr error = step.before->published->error()) std::rethrow_exception(error);
   gradients_failed_ |= step.gradients->landed->error() != nullptr;
-  for (const size_t index : step.written) {
-    step.optimizer->restart_master(index, step.block->block->layout().view(step.before->flat, index));
-  }
-  if (is_left_out(step)) {
-    abandoned_ += step.abandoned || gradients_failed_ ? 1 : 0;
-    pass_on(step);
-  } else {
-    try {
+  for (const size_t index : step.written) step.optimizer->note_written(index);
+  try {
+    if (is_left_out(step)) {
+      abandoned_ += step.abandoned || gradients_failed_ ? 1 : 0;
+      pass_on(step);
+    } else {
       make(step);
       step.updated = true;
       ++updated_;
-    } catch (const storage::Unreadable&) {
-      note(std::current_exception());
-      pass_on(step);
     }
+  } catch (const storage::Unreadable&) {
+    note(std::current_exception());
+    step.after->flat = step.before->flat;
   }
 }
 

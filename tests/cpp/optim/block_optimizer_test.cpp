@@ -23,6 +23,11 @@ Hyperparameters hyper_of(double lr) {
   return hyper;
 }
 
+void make_masters(BlockOptimizer& optimizer) {
+  optimizer.prepare_masters();
+  optimizer.take_masters();
+}
+
 // A block's gradients, undefined where there is none.
 GradientBlock gradients_of(const ParameterBlock& block, const std::vector<at::Tensor>& values) {
   GradientBlock gradients;
@@ -45,9 +50,10 @@ TEST_CASE("block optimizer: each parameter by its group, written over the gradie
   std::vector<roundpipe::memory::NamedTensor> named;
   for (const at::Tensor& value : start) named.push_back({"p", value.clone()});
   ParameterBlock block(named, /*pinned=*/false);
-  std::vector<at::Tensor> rest;
+  Remainders rest;
   // The fourth is frozen, the last an integer.
   BlockOptimizer optimizer(block, {0, 1, 0, -1, 1, -1}, rest, Algorithm::kAdamW, MomentFormat::kFloat32);
+  make_masters(optimizer);
   CHECK(optimizer.trains_any());
   const std::vector<Hyperparameters> groups = {hyper_of(0.1), hyper_of(0.01)};
 
@@ -79,10 +85,10 @@ TEST_CASE("block optimizer: each parameter by its group, written over the gradie
   CHECK(at::equal(weight(0), masters[0]));
   CHECK(at::equal(weight(1), masters[1]));
   at::Tensor joined = at::empty({5});
-  join(weight(2), rest[2], joined, pool);
+  join(weight(2), rest.tensors[2], joined, pool);
   CHECK(at::equal(joined, masters[2]));
   CHECK(at::equal(weight(3), start[3]));
-  CHECK(at::equal(rest[4], masters[4]));
+  CHECK(at::equal(rest.tensors[4], masters[4]));
   CHECK(at::equal(weight(4), masters[4].to(at::kHalf)));
   CHECK(at::equal(weight(5), start[5]));
   CHECK(optimizer.moment_bytes(groups) == 8 * (128 + 128 + 5 + 6));
@@ -92,21 +98,24 @@ TEST_CASE("block optimizer: each parameter by its group, written over the gradie
 TEST_CASE("block optimizer: the norm counts what is trained, and a new master starts from the weights") {
   ThreadPool pool(1);
   ParameterBlock block({{"a", at::ones({3}).to(at::kBFloat16)}, {"b", at::ones({2})}}, false);
-  std::vector<at::Tensor> rest;
+  Remainders rest;
   BlockOptimizer optimizer(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
+  make_masters(optimizer);
   const GradientBlock gradients = gradients_of(block, {at::full({3}, 2.0), at::full({2}, 100.0)});
   CHECK(optimizer.total(optimizer.sums_of_squares(gradients, block.layout(), 0.5F, pool)) == doctest::Approx(3.0));
-  rest[0].fill_(9);
+  rest.tensors[0].fill_(9);
   // Another optimizer takes over: the masters stay the model's.
   BlockOptimizer second(block, {0, -1}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
+  make_masters(second);
   CHECK(second.remainder(0)[0].item<int>() == 9);
-  second.restart_master(0, block.layout().view(block.current()->flat, 0));
+  second.note_written(0);
+  second.restart_masters(block.current()->flat);
   CHECK(second.remainder(0).count_nonzero().item<int64_t>() == 0);
 }
 
 TEST_CASE("block optimizer: a type that cannot be trained is refused by name") {
   ParameterBlock block({{"wide", at::ones({3}, at::kDouble)}}, false);
-  std::vector<at::Tensor> rest;
+  Remainders rest;
   std::string message;
   try {
     BlockOptimizer(block, {0}, rest, Algorithm::kSGD, MomentFormat::kFloat32);
@@ -122,7 +131,7 @@ TEST_CASE("block optimizer: rules of whole parameters refuse to share one with o
   for (const auto& [algorithm, said] :
        {std::pair{Algorithm::kMuon, "[optim] Muon is not for several nodes"},
         std::pair{Algorithm::kAdafactor, "[optim] Adafactor is not for several nodes"}}) {
-    std::vector<at::Tensor> rest;
+    Remainders rest;
     CHECK_THROWS_WITH_AS(BlockOptimizer(block, {0}, rest, algorithm, MomentFormat::kFloat32, {{0, 128}}),
                          doctest::Contains(said), std::invalid_argument);
     CHECK_NOTHROW(BlockOptimizer(block, {0}, rest, algorithm, MomentFormat::kFloat32));
@@ -133,41 +142,44 @@ TEST_CASE("block optimizer: masters of 24 bits, made from exact ones and back") 
   ThreadPool pool(1);
   const at::Tensor values = at::tensor({1.0F, -2.0F, 0.5F}).to(at::kBFloat16);
   ParameterBlock block({{"a", values.clone()}, {"b", values.clone()}}, /*pinned=*/false);
-  std::vector<at::Tensor> rest;
+  Remainders rest;
   constexpr auto kMoments = MomentFormat::kFloat32;
   BlockOptimizer exact(block, {0, 0}, rest, Algorithm::kSGD, kMoments);
-  rest[0].copy_(at::tensor({300, -300, 32767}, at::kShort));
+  make_masters(exact);
+  rest.tensors[0].copy_(at::tensor({300, -300, 32767}, at::kShort));
   BlockOptimizer narrow(block, {0, 0}, rest, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}, {}, 9);
+  make_masters(narrow);
   CHECK(narrow.remainder_bytes() == 2 * 3);
-  CHECK(at::equal(rest[0], at::tensor({1, -1, 127}, at::kChar)));
-  CHECK(at::equal(rest[1], at::zeros({3}, at::kChar)));
+  CHECK(at::equal(rest.tensors[0], at::tensor({1, -1, 127}, at::kChar)));
+  CHECK(at::equal(rest.tensors[1], at::zeros({3}, at::kChar)));
 
   // Each parameter rounds by numbers of its own, those that the block's number and its index make.
   const at::Tensor change = at::full({3}, std::ldexp(1, -18)).to(at::kBFloat16);
   Hyperparameters hyper = hyper_of(1);
   for (const size_t i : {0, 1}) {
-    at::Tensor weights = values.clone(), remainder = rest[i].clone();
+    at::Tensor weights = values.clone(), remainder = rest.tensors[i].clone();
     ParameterState state = make_state(Algorithm::kSGD, hyper, kMoments, weights);
     for (int step = 0; step < 2; ++step)
       update(Algorithm::kSGD, hyper, kMoments, state, {weights, weights, remainder, {}, 0, (uint64_t{9} << 32) + i},
              change, {}, pool);
     at::Tensor before = block.current()->flat;
-    std::vector<at::Tensor> own = {rest[0].clone(), rest[1].clone()};
+    Remainders own{{rest.tensors[0].clone(), rest.tensors[1].clone()}, nullptr};
     BlockOptimizer alone(block, {0, 0}, own, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}, {}, 9);
     for (int step = 0; step < 2; ++step) {
       const GradientBlock gradients = gradients_of(block, {change, change});
       alone.update(before, gradients.flat, gradients, block.layout(), {hyper}, {}, pool);
       before = gradients.flat;
     }
-    CHECK(at::equal(own[i], remainder));
+    CHECK(at::equal(own.tensors[i], remainder));
     CHECK(at::equal(block.layout().view(before, i), weights));
   }
 
   BlockOptimizer back(block, {0, 0}, rest, Algorithm::kSGD, kMoments);
-  CHECK(at::equal(rest[0], at::tensor({256, -256, 127 * 256}, at::kShort)));
+  make_masters(back);
+  CHECK(at::equal(rest.tensors[0], at::tensor({256, -256, 127 * 256}, at::kShort)));
 
   ParameterBlock others({{"wide", at::ones({3})}}, /*pinned=*/false);
-  std::vector<at::Tensor> none;
+  Remainders none;
   CHECK_THROWS_WITH_AS(BlockOptimizer(others, {0}, none, Algorithm::kSGD, {kMoments, MasterFormat::k24Bit}),
                        doctest::Contains("'wide' is Float, expected bfloat16"), std::invalid_argument);
 }

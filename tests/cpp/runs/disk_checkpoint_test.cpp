@@ -23,7 +23,8 @@ struct DiskRule {
   const char* name;
   at::ScalarType dtype;
   UpdateRule rule;
-  optim::MomentFormat moments;
+  optim::StateFormat format;
+  DiskHolds holds;
 };
 
 struct DiskTraining {
@@ -32,7 +33,9 @@ struct DiskTraining {
       : layers(seeded(kind.dtype)),
         model(layers),
         optimizer(model, kind.rule, {},
-                  {.moments = kind.moments, .disk = {disk == nullptr ? "" : disk->path(), 2 * kDiskPage}}) {
+                  {.moments = kind.format.moments,
+                   .masters = kind.format.masters,
+                   .disk = disk == nullptr ? DiskOptions{} : DiskOptions{disk->path(), 2 * kDiskPage, kind.holds}}) {
     model.run_options().microbatches = 2;
   }
   static nn::Sequential seeded(at::ScalarType dtype) {
@@ -61,14 +64,19 @@ struct DiskTraining {
   Optimizer optimizer;
 };
 
+const optim::StateFormat kExact, kNarrow{optim::MomentFormat::kFloat32, optim::MasterFormat::k24Bit};
+
 }  // namespace
 
-TEST_CASE("disk checkpoint: the files are those of moments in memory, and both go on with the same bits") {
+TEST_CASE("disk checkpoint: the files are those of a state in memory, and both go on with the same bits") {
   const support::TemporaryFolder disk;
   const std::vector<DiskRule> rules{
-      {"fp32", at::kFloat, torch::optim::AdamWOptions(0.02), optim::MomentFormat::kFloat32},
-      {"8 bits", at::kBFloat16, torch::optim::AdamOptions(0.02), optim::MomentFormat::kBlockwise8Bit},
-      {"Adafactor", at::kBFloat16, optim::Algorithm::kAdafactor, optim::MomentFormat::kFloat32},
+      {"fp32", at::kFloat, torch::optim::AdamWOptions(0.02), kExact, DiskHolds::kMoments},
+      {"8 bits", at::kBFloat16, torch::optim::AdamOptions(0.02), optim::MomentFormat::kBlockwise8Bit,
+       DiskHolds::kMoments},
+      {"Adafactor", at::kBFloat16, optim::Algorithm::kAdafactor, kExact, DiskHolds::kMasters},
+      {"fp16", at::kHalf, torch::optim::AdamWOptions(0.02), kExact, DiskHolds::kMasters},
+      {"SGD", at::kBFloat16, torch::optim::SGDOptions(0.02), kNarrow, DiskHolds::kMasters},
   };
   for (const DiskRule& rule : rules) {
     for (const bool asynchronous : {false, true}) {
@@ -102,4 +110,29 @@ TEST_CASE("disk checkpoint: the files are those of moments in memory, and both g
     }
   }
   CHECK(std::filesystem::is_empty(disk.path()));
+}
+
+TEST_CASE("disk checkpoint: masters of another format and weights of another dtype become what they do in memory") {
+  set_devices("virtual:2");
+  const support::TemporaryFolder disk;
+  const DiskRule exact{"exact", at::kBFloat16, torch::optim::AdamWOptions(0.02), kExact, DiskHolds::kMasters};
+  DiskRule narrow = exact, half = exact;
+  narrow.format = kNarrow;
+  half.dtype = at::kHalf;
+  for (const auto& [from, to] : {std::pair{exact, narrow}, {narrow, exact}, {exact, half}, {half, narrow}}) {
+    const support::TemporaryFolder folder;
+    DiskTraining saved(from, nullptr);
+    at::manual_seed(7);
+    saved.run(2, false);
+    save_checkpoint(folder.path(), saved.model, saved.optimizer).wait();
+    std::vector<Tensor> losses;
+    for (const bool is_on_disk : {false, true}) {
+      DiskTraining resumed(to, is_on_disk ? &disk : nullptr);
+      load_checkpoint(folder.path(), resumed.model, resumed.optimizer);
+      at::manual_seed(8);
+      const std::vector<Tensor> own = resumed.run(3, false);
+      for (size_t i = 0; i < losses.size(); ++i) CHECK(at::equal(own[i], losses[i]));
+      losses = own;
+    }
+  }
 }

@@ -19,7 +19,7 @@ void check_sums(const std::vector<int64_t>& blocks, const Division& division, in
   CHECK(here == division.memory_bytes);
   CHECK(away == division.disk_bytes);
   CHECK(division.window_bytes >= largest);
-  CHECK(division.total_memory_bytes() <= memory_bytes);
+  CHECK(division.memory_bytes + division.window_bytes <= memory_bytes);
 }
 
 }  // namespace
@@ -37,6 +37,13 @@ TEST_CASE("division: without a limit, a window through which every block passes"
   CHECK(division.window_bytes == 30);
   CHECK(division.disk_bytes == 120);
   CHECK(divide({10, 10}, 0).disk_bytes == 0);  // fewer than the window holds
+}
+
+TEST_CASE("division: the window holds a share of each part of what passes through it") {
+  const Division division = divide(std::vector<int64_t>(12, 10), 0);
+  CHECK(division.in_window(20, 20) == 20);
+  CHECK(division.in_window(100, 120) == 25);
+  CHECK(division.in_window(20, 120) == 5);
 }
 
 TEST_CASE("division: blocks that stay are spread over the order") {

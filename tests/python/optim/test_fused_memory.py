@@ -52,18 +52,21 @@ def test_gradients_at_once_have_room_for_three_layers(formats: tuple[str, str]) 
     assert 0.97 * expected <= measured["predicted"] <= expected * 1.001
 
 
-def test_moments_on_a_disk_take_no_memory(tmp_path: Path) -> None:
-    measured = run("async", disk=str(tmp_path))
-    # Six bytes a parameter, and the moments of three layers.
-    assert measured["predicted"] == pytest.approx(6 * COUNT + 3 * 8 * LAYER, rel=0.01)
+# Bytes of a parameter: everywhere, and of three layers.
+@pytest.mark.parametrize(
+    ("holds", "everywhere", "of_three"), mostly_long([("moments", 6, 8), ("masters", 4, 10)], ("masters", 4, 10))
+)
+def test_what_is_on_a_disk_takes_no_memory(holds: str, everywhere: int, of_three: int, tmp_path: Path) -> None:
+    measured = run("async", disk=str(tmp_path), disk_holds=holds)
+    assert measured["predicted"] == pytest.approx(everywhere * COUNT + 3 * of_three * LAYER, rel=0.01)
     assert "on the disk" in measured["table"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_least_of_all(tmp_path: Path) -> None:
-    measured = run("sync", disk=str(tmp_path), masters="24bit", gradients="at_once")
-    # Weights and masters; moments and gradients of three layers.
-    assert measured["predicted"] == pytest.approx(3 * COUNT + 3 * (8 + 2) * LAYER, rel=0.03)
+    measured = run("sync", disk=str(tmp_path), disk_holds="masters", masters="24bit", gradients="at_once")
+    # Weights; moments, masters and gradients of three layers.
+    assert measured["predicted"] == pytest.approx(2 * COUNT + 3 * (8 + 1 + 2) * LAYER, rel=0.03)
 
 
 @pytest.mark.long

@@ -1,10 +1,11 @@
-"""Moments on a disk: the same bits, less memory, and nothing is lost when the disk fails or the process is killed."""
+"""Moments and masters on a disk: the same bits, less memory, and nothing lost when it fails or the process is killed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,21 +16,32 @@ import roundpipe
 from disk_program import Training
 from robustness import script_environment
 from roundpipe import RoundPipe
+from roundpipe.model.step.fused_optimizer import DiskHolds
 from sweeps import mostly_long
 
 PROGRAM = Path(disk_program.__file__)
 
 
-def lines_of(disk: str, run: Path, *arguments: str) -> dict[str, str]:
-    command = [sys.executable, str(PROGRAM), disk, str(run), *arguments]
+def lines_of(disk: str, holds: str, run: Path, *arguments: str) -> dict[str, str]:
+    command = [sys.executable, str(PROGRAM), disk, holds, str(run), *arguments]
     process = subprocess.run(command, capture_output=True, text=True, env=script_environment(), check=False)
     assert process.returncode == 0, process.stderr
     return dict(line.split(" ", 1) for line in process.stdout.splitlines())
 
 
+KINDS = {
+    "moments": {"holds": "moments"},
+    "masters": {"holds": "masters"},
+    "24-bit masters": {"holds": "masters", "masters": "24bit"},
+    "masters of fp16": {"holds": "masters", "dtype": torch.float16},
+}
+
+
 @pytest.mark.parametrize("is_async", [False, True])
-def test_bits_and_states_are_those_in_memory(is_async: bool, tmp_path: Path) -> None:
-    plain, disk = Training(None), Training(str(tmp_path))
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_and_states_are_those_in_memory(kind: str, is_async: bool, tmp_path: Path) -> None:
+    options: dict[str, Any] = KINDS[kind]
+    plain, disk = Training(None, **options), Training(str(tmp_path), **options)
     for training in (plain, disk):
         for _ in range(4):
             training.step(is_async)
@@ -39,7 +51,10 @@ def test_bits_and_states_are_those_in_memory(is_async: bool, tmp_path: Path) -> 
     assert plain.optimizer.binding.disk_stats() is None
     memory, of_plain = disk.optimizer.host_memory(), plain.optimizer.host_memory()
     assert memory.moments + memory.moments_on_disk == of_plain.moments
-    assert 0 < memory.moments <= 16384 and memory.total < of_plain.total
+    assert memory.masters + memory.masters_on_disk == of_plain.masters
+    has_masters = kind != "moments"
+    assert (memory.masters_on_disk > 0) == has_masters
+    assert 0 < memory.moments + (memory.masters if has_masters else 0) <= 24576 and memory.total < of_plain.total
     own, other = disk.optimizer.state_dict()["state"], plain.optimizer.state_dict()["state"]
     assert own.keys() == other.keys()
     for index, state in own.items():
@@ -49,20 +64,42 @@ def test_bits_and_states_are_those_in_memory(is_async: bool, tmp_path: Path) -> 
     disk.step(is_async)
     disk.optimizer.load_state_dict(plain.optimizer.state_dict())
     again = disk.optimizer.state_dict()["state"]
-    assert torch.equal(again[0]["exp_avg_sq"], other[0]["exp_avg_sq"])
+    for name in other[0]:
+        assert torch.equal(again[0][name], other[0][name]), name
+
+
+def test_masters_follow_the_model_to_another_optimizer(tmp_path: Path) -> None:
+    plain, disk = Training(None), Training(str(tmp_path), "masters")
+    for training in (plain, disk):
+        training.step(is_async=True)
+    for places in ({"disk": tmp_path, "disk_memory": 24576, "disk_holds": "masters"}, {}):
+        replaced = [training.optimizer for training in (plain, disk)]
+        plain.optimizer = roundpipe.optim.AdamW(plain.model, lr=1e-2, masters="24bit")
+        disk.optimizer = roundpipe.optim.AdamW(disk.model, lr=1e-2, masters="24bit", **places)
+        # What a replaced optimizer says of masters is what the model has.
+        masters = [optimizer.state_dict()["state"][0]["master_remainder"] for optimizer in replaced]
+        assert masters[0].dtype == torch.int8 and torch.equal(*masters)
+        for training in (plain, disk):
+            training.step(is_async=True)
+        assert plain.checksum() == disk.checksum()
+
+
+HOLDS = mostly_long(["moments", "masters"], "masters")
 
 
 @pytest.mark.parametrize("kills", mostly_long([4, 200], 4))
-def test_killed_runs_leave_nothing_and_go_on_with_the_same_bits(kills: int, tmp_path: Path) -> None:
-    lines = lines_of(str(tmp_path / "disk"), tmp_path / "run", "lives", str(kills))
+@pytest.mark.parametrize("holds", HOLDS)
+def test_killed_runs_leave_nothing_and_go_on_with_the_same_bits(holds: str, kills: int, tmp_path: Path) -> None:
+    lines = lines_of(str(tmp_path / "disk"), holds, tmp_path / "run", "lives", str(kills))
     assert int(lines["reached"]) >= kills
-    expected = lines_of("", tmp_path / "whole", "train", lines["step"])
+    expected = lines_of("", holds, tmp_path / "whole", "train", lines["step"])
     assert lines["weights"] == expected["weights"]
     assert list((tmp_path / "disk").iterdir()) == []
 
 
-def test_a_disk_that_refuses_writes_is_told_and_loses_nothing(tmp_path: Path) -> None:
-    lines = lines_of(str(tmp_path / "disk"), tmp_path / "run", "full")
+@pytest.mark.parametrize("holds", HOLDS)
+def test_a_disk_that_refuses_writes_is_told_and_loses_nothing(holds: str, tmp_path: Path) -> None:
+    lines = lines_of(str(tmp_path / "disk"), holds, tmp_path / "run", "full")
     assert lines["told"].startswith("[disk] cannot write ") and "File too large" in lines["told"]
     assert f"of the scratch file in {tmp_path / 'disk'}" in lines["told"]
     expected = Training(None)
@@ -77,10 +114,11 @@ def test_a_disk_that_refuses_writes_is_told_and_loses_nothing(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("devices", mostly_long(["virtual:1", "virtual:4"], "virtual:4"))
-def test_checkpoints_are_the_same_files(devices: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("holds", HOLDS)
+def test_checkpoints_are_the_same_files(holds: DiskHolds, devices: str, tmp_path: Path) -> None:
     contents = []
     for place in (None, str(tmp_path / "disk")):
-        training = Training(place, devices)
+        training = Training(place, holds, devices)
         for _ in range(2):
             training.step(is_async=True)
         run = tmp_path / f"run {place is None}"
@@ -102,6 +140,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         roundpipe.optim.AdamW(model, disk="")
     with pytest.raises(ValueError, match=r"\[optim\] disk_memory is given without disk"):
         roundpipe.optim.AdamW(model, disk_memory="1GB")
+    with pytest.raises(ValueError, match=r"\[disk\] disk_holds is 'masters' without disk"):
+        roundpipe.optim.AdamW(model, disk_holds="masters")
+    with pytest.raises(ValueError, match=r"\[disk\] disk_holds is 'all', expected 'moments' or 'masters'"):
+        roundpipe.optim.AdamW(model, disk=str(tmp_path), disk_holds="all")
     with pytest.raises(ValueError, match=r"\[disk\] the moments may take 100 B of host memory, expected at least"):
         roundpipe.optim.AdamW(model, disk=str(tmp_path), disk_memory=100)
     (tmp_path / "file").touch()

@@ -55,6 +55,16 @@ def test_what_a_step_moves_and_how_long_it_takes(planned: Any) -> None:
     assert disk["disk"]["predicted_days"] == pytest.approx(days)
 
 
+def test_masters_on_it_are_moved_too(planned: Any) -> None:
+    given = ("--json", "--disk", "/nvme", "--disk-memory", "400KB")
+    reports = [planned("--json"), planned(*given), planned(*given, "--disk-holds", "masters")]
+    plain, moments, both = (report["memory"]["predicted_host_bytes"] for report in reports)
+    moved = [report["disk"]["predicted_step_bytes"] for report in reports[1:]]
+    assert moments["masters"] == plain["masters"] > 0 and 0 < both["masters"] + both["moments"] <= 400_000
+    assert both["masters"] + both["moments"] + moved[1] == plain["masters"] + plain["moments"]
+    assert moved[1] > moved[0] and reports[2]["step_ms"] > reports[1]["step_ms"]
+
+
 def test_the_line(planned: Any) -> None:
     said = planned("--disk", "/nvme", "--disk-endurance", "1TB")
     assert "disk (predicted): " in said and "days of training" in said
@@ -65,3 +75,7 @@ def test_what_is_refused(planned: Any) -> None:
         planned("--disk", "/nvme", disk={})
     with pytest.raises(ValueError, match=r"--disk-memory has no effect here, expected it only with --disk"):
         planned("--disk-memory", "1GB")
+    with pytest.raises(ValueError, match=r"--disk-holds has no effect here, expected it only with --disk"):
+        planned("--disk-holds", "masters")
+    with pytest.raises(ValueError, match=r"--disk-holds is all, expected moments or masters"):
+        planned("--disk", "/nvme", "--disk-holds", "all")

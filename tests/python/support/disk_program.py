@@ -1,4 +1,5 @@
-"""Trains with moments on a disk, in a process of its own. Run by tests, with a folder, a run and what to do.
+"""Trains with moments, or masters, on a disk, in a process of its own. Run by tests, with a folder, what it holds, a
+run and what to do.
 
 train STEPS: from the newest checkpoint on, saving each step; prints a line for each, and the weights' checksum at the
 end. lives COUNT: so many processes train in turn, each of which is killed after a step or a few, and a last one makes
@@ -19,18 +20,27 @@ from torch import nn
 
 import roundpipe
 from roundpipe import RoundPipe, RoundPipeRunConfig
+from roundpipe.model.step.fused_optimizer import DiskHolds, Masters
 
 WIDTH, LAYERS = 32, 6
 
 
 class Training:
-    def __init__(self, disk: str | None, devices: str = "virtual:2") -> None:
+    def __init__(
+        self,
+        disk: str | None,
+        holds: DiskHolds = "moments",
+        devices: str = "virtual:2",
+        masters: Masters = "float32",
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
         roundpipe.devices(devices)
         torch.manual_seed(0)
-        made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(LAYERS)))
+        made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
         self.model = RoundPipe(made, name="disk", model_run_config=RoundPipeRunConfig(num_microbatch=2))
-        kept = {} if disk is None else {"disk": disk, "disk_memory": 16384}
-        self.optimizer = roundpipe.optim.AdamW(self.model, lr=1e-2, **kept)
+        kept = {} if disk is None else {"disk": disk, "disk_memory": 24576, "disk_holds": holds}
+        self.optimizer = roundpipe.optim.AdamW(self.model, lr=1e-2, masters=masters, **kept)
+        self.dtype = dtype
         self.steps = 0
 
     def resume(self, run: Path) -> None:
@@ -39,7 +49,7 @@ class Training:
 
     def step(self, is_async: bool) -> None:
         values = torch.Generator().manual_seed(self.steps)
-        batch = torch.randn(4, WIDTH, generator=values).bfloat16()
+        batch = torch.randn(4, WIDTH, generator=values).to(self.dtype)
         self.model.forward_backward((batch,), loss_fn=lambda outputs, _: (outputs.float() - 1).square().mean())
         self.model.step(self.optimizer, is_async=is_async)
         self.steps += 1
@@ -61,14 +71,14 @@ def train(training: Training, run: Path, steps: int) -> None:
     print("weights", training.checksum(), flush=True)
 
 
-def lives(disk: str, run: Path, count: int) -> None:
+def lives(disk: str, holds: DiskHolds, run: Path, count: int) -> None:
     """Nothing of the engine has begun here, so that children may be made by fork()."""
     for life in range(count):
         told, tells = os.pipe()
         child = os.fork()
         if child == 0:
             os.dup2(tells, 1)
-            train(Training(disk), run, steps=1_000_000)
+            train(Training(disk, holds), run, steps=1_000_000)
         os.close(tells)
         with os.fdopen(told) as lines:
             for _ in range(1 + life % 3):
@@ -77,7 +87,7 @@ def lives(disk: str, run: Path, count: int) -> None:
         _, status = os.waitpid(child, 0)
         assert os.WTERMSIG(status) == signal.SIGKILL
         assert os.listdir(disk) == []
-    training = Training(disk)
+    training = Training(disk, holds)
     training.resume(run)
     print("reached", training.steps, flush=True)
     train(training, run, training.steps + 1)
@@ -104,13 +114,14 @@ def full(training: Training, run: Path) -> None:
 
 
 def main() -> None:
-    disk, run, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    disk, run, what = sys.argv[1], Path(sys.argv[3]), sys.argv[4]
+    holds: DiskHolds = "masters" if sys.argv[2] == "masters" else "moments"
     if what == "lives":
-        lives(disk, run, int(sys.argv[4]))
+        lives(disk, holds, run, int(sys.argv[5]))
     elif what == "train":
-        train(Training(disk or None), run, int(sys.argv[4]))
+        train(Training(disk or None), run, int(sys.argv[5]))
     else:
-        full(Training(disk), run)
+        full(Training(disk, holds), run)
 
 
 if __name__ == "__main__":

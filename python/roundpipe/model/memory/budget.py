@@ -65,6 +65,7 @@ class HostPrediction:
         kept_for_failures: with `fault_tolerant`, what jobs have read, at most: it stays until their results are there.
             With `verify_every`, the same of one job, and the results of its second run.
         moments_on_disk: moments that are on a disk, and not in `total`.
+        masters_on_disk: likewise.
     """
 
     weights: int
@@ -75,6 +76,12 @@ class HostPrediction:
     partial_sums: int = 0
     kept_for_failures: int = 0
     moments_on_disk: int = 0
+    masters_on_disk: int = 0
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes on a disk alone, which a step reads and writes."""
+        return self.moments_on_disk + self.masters_on_disk
 
     @property
     def total(self) -> int:
@@ -106,6 +113,7 @@ class UpdateRule:
         masters: "fp32", or "24bit" for bf16 weights.
         disk: a folder for the moments that memory has no room for; empty: all are in memory.
         disk_memory: what the moments may take of memory then, in bytes; 0: the least.
+        disk_holds: "moments", or "masters" for both.
         gradients_at_once: each gradient is used as it lands, and there is room for a few layers' only.
     """
 
@@ -115,6 +123,7 @@ class UpdateRule:
     masters: str = "fp32"
     disk: str = ""
     disk_memory: int = 0
+    disk_holds: str = "moments"
     gradients_at_once: bool = False
 
     def in_core(self) -> tuple[_core.Algorithm, _core.Hyperparameters, _core.StateFormat]:
@@ -150,7 +159,7 @@ def _memory_of(rule: Rule) -> _core.OptimizerMemory:
     if not isinstance(rule, UpdateRule):
         return rule
     return _core.OptimizerMemory(
-        *rule.in_core(), _core.DiskOptions(rule.disk, rule.disk_memory), rule.gradients_at_once
+        *rule.in_core(), _core.DiskOptions(rule.disk, rule.disk_memory, rule.disk_holds), rule.gradients_at_once
     )
 
 

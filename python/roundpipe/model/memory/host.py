@@ -17,6 +17,7 @@ class HostMemory:
         masters: what fp32 masters of 16-bit weights take beyond the weights.
         moments: the optimizer's moments once every parameter has had a step.
         moments_on_disk: those that are on a disk beyond that; not in `total`.
+        masters_on_disk: likewise.
     """
 
     parameters: int
@@ -24,6 +25,12 @@ class HostMemory:
     masters: int
     moments: int
     moments_on_disk: int = 0
+    masters_on_disk: int = 0
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes on a disk alone, which a step reads and writes."""
+        return self.moments_on_disk + self.masters_on_disk
 
     @property
     def total(self) -> int:
@@ -37,8 +44,8 @@ class HostMemory:
             "moments": self.moments,
             "together": self.total,
         }
-        if self.moments_on_disk:
-            rows["beside, on the disk"] = self.moments_on_disk
+        if self.on_disk:
+            rows["beside, on the disk"] = self.on_disk
         count = max(self.parameters, 1)
         lines = [f"host memory of {self.parameters / 1e6:.2f} M trained parameters:"]
         lines += [

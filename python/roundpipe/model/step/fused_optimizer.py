@@ -14,6 +14,7 @@ MASTERS = {"float32": _core.MasterFormat.FLOAT32, "24bit": _core.MasterFormat.BI
 Moments = Literal["float32", "8bit"]
 Masters = Literal["float32", "24bit"]
 Gradients = Literal["weights", "float32", "at_once"]
+DiskHolds = Literal["moments", "masters"]
 
 
 class Formats(NamedTuple):
@@ -86,7 +87,7 @@ class BoundOptimizer(torch.optim.Optimizer):
     Attributes:
         algorithm: the update rule.
         binding: the engine's optimizer of those models; None for an optimizer of plain parameters.
-        disk: where the moments are that host memory has no room for.
+        disk: where the state is that host memory has no room for.
     """
 
     algorithm: ClassVar[_core.Algorithm]

@@ -40,8 +40,9 @@ struct Setup {
     after.clear();
     for (BlockState& block : model->blocks) {
       const size_t parameters = block.block->parameters().size();
+      block.remainders = std::make_shared<optim::Remainders>();
       optimizers.push_back(std::make_unique<optim::BlockOptimizer>(*block.block, std::vector<int>(parameters, 0),
-                                                                   block.master_remainders, optim::Algorithm::kSGD,
+                                                                   *block.remainders, optim::Algorithm::kSGD,
                                                                    optim::MomentFormat::kFloat32));
       auto gradient = std::make_shared<memory::GradientBlock>();
       gradient->flat = block.gradient_buffers->take();
