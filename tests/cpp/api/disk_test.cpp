@@ -149,7 +149,7 @@ TEST_CASE("disk: masters start again where the user writes, and go on under anot
       for (const bool is_on_disk : {true, false, true}) {
         bind(plain, {});
         bind(disk, is_on_disk ? DiskOptions{OnDisk::own_folder().path(), kPage, held.holds} : DiskOptions{});
-        CHECK((disk.optimizer.core()->host_bytes().remainders_on_disk > 0) == is_on_disk);
+        CHECK(disk.optimizer.core()->block(0).remainder(0).is_meta() == is_on_disk);
         both(2, [](auto&) {});
         CHECK(same_state(state(disk.chain, disk.model), state(plain.chain, plain.model)));
       }
@@ -251,6 +251,5 @@ TEST_CASE("disk: what is in memory, and what is beside it") {
     CHECK(in_memory.moments_on_disk + in_memory.remainders_on_disk == 0);
     CHECK(on_disk.moments + on_disk.moments_on_disk == in_memory.moments);
     CHECK(on_disk.remainders + on_disk.remainders_on_disk == in_memory.remainders);
-    CHECK((on_disk.remainders_on_disk > 0) == (held.holds == DiskHolds::kMasters));
   }
 }

@@ -1,4 +1,4 @@
-"""Moments and masters on a disk: the same bits, less memory, and nothing lost when it fails or the process is killed."""
+"""Moments and masters on a disk: the same bits, less memory, and nothing lost when it fails or a process is killed."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from roundpipe.cli import app
@@ -19,7 +20,7 @@ DISK = {"disk_write_gb_per_s": 0.003, "disk_read_gb_per_s": 0.004, "disk_both_gb
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Any:
-    model_folder(tmp_path / "model")
+    model_folder(tmp_path / "model", dtype=torch.bfloat16)
 
     def run(*arguments: str, disk: dict[str, float] = DISK) -> Any:
         path = tmp_path / "machine.toml"
@@ -60,8 +61,10 @@ def test_masters_on_it_are_moved_too(planned: Any) -> None:
     reports = [planned("--json"), planned(*given), planned(*given, "--disk-holds", "masters")]
     plain, moments, both = (report["memory"]["predicted_host_bytes"] for report in reports)
     moved = [report["disk"]["predicted_step_bytes"] for report in reports[1:]]
-    assert moments["masters"] == plain["masters"] > 0 and 0 < both["masters"] + both["moments"] <= 400_000
-    assert both["masters"] + both["moments"] + moved[1] == plain["masters"] + plain["moments"]
+    assert (
+        moments["fp32_masters"] == plain["fp32_masters"] > 0 and 0 < both["fp32_masters"] + both["moments"] <= 400_000
+    )
+    assert both["fp32_masters"] + both["moments"] + moved[1] == plain["fp32_masters"] + plain["moments"]
     assert moved[1] > moved[0] and reports[2]["step_ms"] > reports[1]["step_ms"]
 
 
