@@ -213,7 +213,9 @@ class TrainConfig:
     host_memory: Annotated[str | None, _shared(_MACHINE, "host_memory", show_default=False)] = None
     disk: Annotated[str | None, _shared(_MACHINE, "disk", show_default=False)] = None
     disk_memory: Annotated[str | None, _shared(_MACHINE, "disk_memory", show_default=False)] = None
-    disk_holds: Annotated[str, _shared(_MACHINE, "disk_holds")] = _OPTIONS["disk_holds"]["default"]
+    disk_holds: Annotated[Literal["moments", "masters"], _shared(_MACHINE, "disk_holds")] = _OPTIONS["disk_holds"][
+        "default"
+    ]
     microbatches: Annotated[int | None, _shared(_MACHINE, "microbatches", show_default=False)] = None
     recompute_by_layer: Annotated[bool, _shared(_MACHINE, "recompute_by_layer")] = _OPTIONS["recompute_by_layer"][
         "default"
