@@ -23,6 +23,7 @@ KINDS = {
     "NAdam, own buffers": Kind(optimizer="NAdam", counting=True),
     "SGD": Kind(torch.bfloat16, optimizer="SGD"),
     "bf16, 24-bit masters": Kind(torch.bfloat16, masters="24bit"),
+    "bf16, on a disk": Kind(torch.bfloat16, on_disk=True),
 }
 SHORT = "bf16"
 PROGRAMS = "node_checkpoint_programs"

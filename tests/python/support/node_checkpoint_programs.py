@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,7 @@ class Kind:
     dtype: torch.dtype = torch.float32
     moments: str = "float32"
     masters: str = "float32"
+    on_disk: bool = False  # moments and masters
     optimizer: str = "AdamW"
     is_async: bool = True
     scaled: bool = False
@@ -67,7 +70,11 @@ class Training(Resumable):
         rank = torch.distributed.get_rank()
         self.model = RoundPipe(nn.Sequential(*layers).to(kind.dtype), name="nodes", model_run_config=config)
         self.model.random_seed = 100 + rank
-        options = {"moments": kind.moments, "masters": kind.masters}
+        options: dict[str, Any] = {"moments": kind.moments, "masters": kind.masters}
+        if kind.on_disk:
+            # A weight is divided by its four pieces.
+            one_layer = 11 * WIDTH * WIDTH * math.ceil(4 / torch.distributed.get_world_size()) // 4
+            options |= {"disk": tempfile.gettempdir(), "disk_memory": one_layer, "disk_holds": "masters"}
         self.optimizer = getattr(roundpipe.optim, kind.optimizer)(self.model, lr=0.01, **options)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + step))
         self.scaler = GradScaler("cpu", init_scale=512.0, growth_interval=2) if kind.scaled else None
