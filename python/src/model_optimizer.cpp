@@ -28,15 +28,17 @@ FusedSteps::GroupOf group_of(const std::vector<std::vector<at::Tensor>>& groups)
 }  // namespace
 
 void bind_model_optimizer(py::module_& module) {
+  py::enum_<ClipBy>(module, "ClipBy")
+      .value("NORM", ClipBy::kNorm)
+      .value("LAST_NORM", ClipBy::kLastNorm)
+      .value("MEASURED_NORM", ClipBy::kMeasuredNorm);
   py::class_<StepOptions>(module, "StepOptions")
-      .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm, bool clips_by_last_norm) {
-             StepOptions options{.asynchronous = asynchronous,
-                                 .max_grad_norm = max_grad_norm,
-                                 .clips_by_last_norm = clips_by_last_norm};
+      .def(py::init([](bool asynchronous, std::optional<double> max_grad_norm, ClipBy clip_by) {
+             StepOptions options{.asynchronous = asynchronous, .max_grad_norm = max_grad_norm, .clip_by = clip_by};
              check(options, /*several_nodes=*/true);
              return options;
            }),
-           py::arg("asynchronous"), py::arg("max_grad_norm"), py::arg("clips_by_last_norm") = false)
+           py::arg("asynchronous"), py::arg("max_grad_norm"), py::arg("clip_by") = ClipBy::kNorm)
       .def_readonly("asynchronous", &StepOptions::asynchronous)
       .def_readonly("max_grad_norm", &StepOptions::max_grad_norm)
       .def_readwrite("gradient_factor", &StepOptions::gradient_factor);
@@ -191,6 +193,7 @@ void bind_model_optimizer(py::module_& module) {
       .def("prepare_step", &FusedSteps::prepare_step, py::arg("asynchronous"), unlocked)
       .def("start_step", &FusedSteps::start_step, py::arg("groups"), py::arg("options"), py::arg("loss_scale"),
            unlocked)
+      .def("measure_gradients", &FusedSteps::measure_gradients, unlocked)
       .def("synchronize", &FusedSteps::synchronize, unlocked)
       .def("show_weights", &FusedSteps::show_weights, unlocked)
       .def_property_readonly("hides_weights", &FusedSteps::hides_weights)

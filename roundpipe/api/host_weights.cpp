@@ -218,6 +218,7 @@ void HostWeights::publish_written() {
 void HostWeights::step_by(std::function<void()> update, const StepOptions& options) {
   if (!update) throw std::invalid_argument("[step] the function is empty, expected one that updates the parameters");
   check(options, /*several_nodes=*/false);
+  require_own_norm(options);
   optimizer_parameters();
   check_trainable();
   copies_->prepare_step(options.asynchronous);

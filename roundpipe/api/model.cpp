@@ -210,17 +210,26 @@ TrainResult Model::Pending::finish() {
 
 std::vector<runtime::ExecutionRecord> Model::Pending::records() const { return batch().records(); }
 
+void Model::require_own(const char* where, const Optimizer& optimizer) const {
+  if (fused_optimizer() == optimizer.core()) return;
+  throw std::invalid_argument(concat("[", where,
+                                     "] the optimizer was not made for this model, or another one was made since; "
+                                     "make one with Optimizer(model, ...)"));
+}
+
 Step Model::step(Optimizer& optimizer, const StepOptions& options) {
-  if (fused_optimizer() != optimizer.core()) {
-    throw std::invalid_argument(
-        "[step] the optimizer was not made for this model, or another one was made since; make one with "
-        "Optimizer(model, ...)");
-  }
+  require_own("step", optimizer);
   return optimizer.step(options);
+}
+
+double Model::measure_gradients(Optimizer& optimizer) {
+  require_own("measure_gradients", optimizer);
+  return optimizer.measure_gradients();
 }
 
 Step Model::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   check(options, /*several_nodes=*/false);
+  require_own_norm(options);
   require_plain("step");
   pipeline().planner().set_asynchronous(false);
   synchronize();

@@ -144,6 +144,8 @@ class Model : public HostWeights {
   // Optimizer::step of a fused optimizer, and so of all that it was made for. Throws std::invalid_argument as well if
   // it was not made for this model.
   Step step(Optimizer& optimizer, const StepOptions& options = {});
+  // Optimizer::measure_gradients, likewise.
+  double measure_gradients(Optimizer& optimizer);
   // Updates the weights by an optimizer of libtorch over the parameters of the layers: waits for all work, so that
   // `.grad` holds the sums; unscales and clips; steps unless a scaled gradient is inf or NaN; and clears the gradients.
   // `options.asynchronous` does not apply: such a step is over when this returns.
@@ -217,6 +219,8 @@ class Model : public HostWeights {
 
   // Throws std::invalid_argument if modules or parameters have changed in a way that the model does not follow.
   void check_modules() const;
+  // Throws std::invalid_argument if a fused optimizer is not that of this model.
+  void require_own(const char* where, const Optimizer& optimizer) const;
   std::vector<runtime::Values> run(detail::Batch inputs, RunOptions options);
   CallArguments arguments(const char* where, detail::Batch inputs, detail::Batch labels, LossFunction loss,
                           const RunOptions& options);

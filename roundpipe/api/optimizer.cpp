@@ -159,10 +159,7 @@ Step Optimizer::step(const StepOptions& options) {
   require_in_range(algorithm_, options_, "step");
   // Now, so that a schedule that throws leaves everything as it was.
   const std::vector<double> next_rates = rates_after(steps_ + 1);
-  if (fused_->optimizer() != core_) {
-    throw std::invalid_argument(
-        "[step] another optimizer was made for the same model since, expected steps by that one");
-  }
+  require_latest("step");
   telling_failure(*fused_, [&] {
     HostWeights::refuse_late(fused_->late_parameter());
     fused_->prepare_step(options.asynchronous);
@@ -184,6 +181,18 @@ Step Optimizer::step(const StepOptions& options) {
     if (!options.asynchronous) moves.settle(fused_->pipelines());
   }
   return Step(run);
+}
+
+double Optimizer::measure_gradients() {
+  require_latest("measure_gradients");
+  HostWeights::refuse_late(fused_->late_parameter());
+  return fused_->measure_gradients();
+}
+
+void Optimizer::require_latest(const char* where) const {
+  if (fused_steps()->optimizer() == core_) return;
+  throw std::invalid_argument(
+      concat("[", where, "] another optimizer was made for the same model since, expected that one to be used"));
 }
 
 int64_t Optimizer::steps() const {

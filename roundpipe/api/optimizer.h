@@ -58,7 +58,7 @@ struct OptimizerFormat {
   bool gradients_in_fp32 = false;
   // Use each gradient as soon as it is on the host, and keep room for those of a few layers only, instead of a place
   // for all. Each forward_backward is then followed by a synchronous step without a scaler, in one process, and
-  // with clips_by_last_norm if gradients are clipped.
+  // with another `clip_by` than kNorm if gradients are clipped.
   bool gradients_at_once = false;
   // A disk for the moments, and the masters if it holds them, that host memory has no room for. The bits are the same.
   DiskOptions disk = {};
@@ -100,6 +100,13 @@ class Optimizer {
   // earlier step or call threw: then no step was made.
   Step step(const StepOptions& options = {});
 
+  // For exact clipping in two passes by an optimizer that uses gradients at once: returns the norm of the gradients of
+  // the last forward_backward, which are dropped as they land, and leaves everything as it was before that call, so
+  // that the same batch draws the same random numbers again. After that batch's second forward_backward, a step with
+  // ClipBy::kMeasuredNorm clips by this norm. Blocks until the last gradient has landed. Throws std::invalid_argument
+  // if another optimizer was made since, gradients wait for steps, or there are none; or what a step or call threw.
+  double measure_gradients();
+
   // The hyperparameters of all groups, of group `index`, and of the last one, which is that of the rule. Changes hold
   // from the next step on.
   std::span<optim::Hyperparameters> param_groups();
@@ -128,6 +135,8 @@ class Optimizer {
   void restore(std::vector<optim::Hyperparameters> options, std::vector<double> first_rates, int64_t steps);
 
  private:
+  // Throws std::invalid_argument if another optimizer was made since.
+  void require_latest(const char* where) const;
   // The learning rates after `steps` steps; empty without a schedule. Throws what the schedule throws, and
   // std::invalid_argument if it returns no rate.
   std::vector<double> rates_after(int64_t steps) const;

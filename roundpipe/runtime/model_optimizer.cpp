@@ -12,6 +12,7 @@
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/optim/dispatch.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/runtime/step/gradient_measurement.h>
 
 namespace roundpipe::runtime {
 
@@ -31,6 +32,12 @@ std::optional<cluster::BlockShards> shards_of(const BlockState& state, const std
 optim::Remainders& remainders_of(BlockState& state) {
   if (!state.remainders) state.remainders = std::make_shared<optim::Remainders>();
   return *state.remainders;
+}
+
+// Of a step or a measurement, each later than those before.
+uint64_t next_number() {
+  static std::atomic<uint64_t> next{1};
+  return next++;
 }
 
 // Gradients of a call that failed with this error.
@@ -172,6 +179,7 @@ void ModelOptimizer::restart_masters(size_t block, const std::vector<size_t>& pa
 }
 
 void ModelOptimizer::accept_weights() {
+  measured_norm_.reset();
   for (const auto& block : *blocks_) {
     block->see();
     block->optimizer.forget_written();
@@ -227,18 +235,17 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   return run;
 }
 
+bool ModelOptimizer::has_gradients() const {
+  return std::ranges::any_of(pipelines_, [](const auto& pipeline) { return pipeline->gradients().any(); });
+}
+
 bool ModelOptimizer::at_once() const {
   return std::ranges::any_of(pipelines_,
                              [](const auto& pipeline) { return pipeline->model().gradient_room != nullptr; });
 }
 
 void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale) const {
-  if (!at_once()) {
-    if (!options.clips_by_last_norm) return;
-    throw std::invalid_argument(
-        "[step] gradients are clipped by the last step's norm, expected an optimizer that uses them at once; by the "
-        "norm of this step, the clipping is exact");
-  }
+  if (!at_once()) return require_own_norm(options);
   const auto refuse = [](const char* what, const std::string& instead) {
     throw std::invalid_argument(concat("[step] ", what,
                                        " needs all gradients of a step at the same time, and those of "
@@ -246,16 +253,62 @@ void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale
                                        instead, "; or make the optimizer without that option"));
   };
   if (options.asynchronous) refuse("a step beside the next call", "a synchronous one (is_async=False)");
-  if (options.max_grad_norm && std::isfinite(*options.max_grad_norm) && !options.clips_by_last_norm) {
-    refuse("max_grad_norm", concat("clipping by the last step's norm (", frontend().option("clip_by", "last_norm"),
-                                   "), or none, or inf, which only measures it"));
+  if (options.max_grad_norm && std::isfinite(*options.max_grad_norm) && options.clip_by == ClipBy::kNorm) {
+    refuse("max_grad_norm",
+           concat("clipping by the last step's norm (", frontend().option("clip_by", "last_norm"),
+                  "), by one that measure_gradients has found in a first pass (",
+                  frontend().option("clip_by", "measured_norm"), "), or none, or inf, which only measures it"));
   }
   if (loss_scale > 0) refuse("a scaler", "weights that need none, in bf16 or fp32");
+  if (options.clip_by != ClipBy::kMeasuredNorm) return;
+  const auto refuse_pass = [](const char* what, const char* expected) {
+    throw std::invalid_argument(concat("[step] ", frontend().option("clip_by", "measured_norm"), " is given, and ",
+                                       what, ", expected ", expected, " before this step"));
+  };
+  if (!measured_norm_)
+    refuse_pass("no norm has been measured since the last step",
+                "measure_gradients, and the same batch's forward_backward again,");
+  if (!has_gradients())
+    refuse_pass("the measured gradients have been dropped", "the same batch's forward_backward again");
+}
+
+double ModelOptimizer::measure_gradients() {
+  if (!at_once()) {
+    throw std::invalid_argument(
+        "[measure_gradients] gradients of this optimizer wait for its steps, expected one that uses them at once; "
+        "here, max_grad_norm clips by the same norm in one pass");
+  }
+  require_engine();
+  require_callers_thread();
+  reap(0);
+  for (const auto& pipeline : pipelines_) pipeline->raise_pending();
+  if (!has_gradients()) {
+    throw std::invalid_argument(
+        "[measure_gradients] there are no gradients, expected a forward_backward since the last step or measurement");
+  }
+  std::vector<CallPtr> calls;
+  for (const auto& pipeline : pipelines_) calls.push_back(pipeline->call_of_gradients());
+  std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
+  for (const auto& pipeline : pipelines_) gradients[&pipeline->model()] = pipeline->take_gradients();
+  std::vector<GradientMeasurement::Block> measured;
+  for (const auto& block : *blocks_) {
+    const memory::GradientBlockPtr& gradient = gradients.at(block->model.get())[block->index];
+    if (!block->optimizer.trains_any() || !gradient) continue;
+    measured.push_back({&block->optimizer, &block->state.gradient_layout, block->layer, gradient, {}, {}});
+  }
+  const auto measurement = std::make_shared<GradientMeasurement>(next_number(), std::move(measured), blocks_);
+  measurement->start();
+  for (const auto& pipeline : pipelines_) pipeline->drain();
+  device::wait_interruptible(*measurement->finished());
+  for (size_t p = 0; p < pipelines_.size(); ++p) {
+    if (calls[p]) pipelines_[p]->undo(*calls[p]);
+  }
+  measured_norm_ = measurement->norm();
+  return *measured_norm_;
 }
 
 std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> groups, const StepOptions& options,
                                                   double loss_scale, const std::exception_ptr& failure) {
-  static std::atomic<uint64_t> next_number{1};
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) {
     auto& taken = gradients[&pipeline->model()];
@@ -307,9 +360,15 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
     step.reader = std::exchange(block->reader, nullptr);
     if (std::exchange(block->stepped, true)) step.meter = &block->model->updates;
   }
-  const auto run =
-      std::make_shared<StepRun>(next_number++, std::move(steps), std::move(groups), options, loss_scale, blocks_,
-                                nodes_, ++turn_, at_once(), options.clips_by_last_norm ? last_norm_ : std::nullopt);
+  std::optional<double> given_norm;
+  if (options.clip_by == ClipBy::kLastNorm) given_norm = last_norm_;
+  if (options.clip_by == ClipBy::kMeasuredNorm) {
+    given_norm = measured_norm_;
+    if (std::isfinite(*given_norm)) last_norm_ = given_norm;
+  }
+  measured_norm_.reset();
+  const auto run = std::make_shared<StepRun>(next_number(), std::move(steps), std::move(groups), options, loss_scale,
+                                             blocks_, nodes_, ++turn_, at_once(), given_norm);
   runs_.push_back(run);
   run->start();
   return run;

@@ -51,6 +51,11 @@ class ModelOptimizer {
   std::shared_ptr<StepRun> step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                 double loss_scale = 0);
 
+  // Drops the gradients summed since the last step, as they land, and returns their norm, by which a step with
+  // ClipBy::kMeasuredNorm clips. Models are as before the calls that made them, see Pipeline::undo. Blocks. Throws the
+  // error of an earlier step or call, or std::invalid_argument if gradients are not used at once, or if there are none.
+  double measure_gradients();
+
   // Lets the state have what the user has written to parameters since the last step, and gradients what lies beside
   // them, as the next step would.
   void take_writes();
@@ -155,6 +160,7 @@ class ModelOptimizer {
   void raise_disk();
   void reap(size_t at_most);
   bool at_once() const;
+  bool has_gradients() const;
   void check_at_once(const StepOptions& options, double loss_scale) const;
   std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                     double loss_scale, const std::exception_ptr& failure);
@@ -169,6 +175,7 @@ class ModelOptimizer {
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
   std::optional<double> last_norm_;
+  std::optional<double> measured_norm_;  // until the next step
 };
 
 }  // namespace roundpipe::runtime

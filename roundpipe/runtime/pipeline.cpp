@@ -42,6 +42,7 @@ Pipeline::~Pipeline() {
   if (model_->gradient_room) model_->gradient_room->open();
   active_.clear();
   last_call_.reset();
+  gradient_call_.reset();
   memory::HostArena::trim_values();
 }
 
@@ -283,8 +284,8 @@ Values Pipeline::read_outputs(Call& call, int microbatch) const {
 
 namespace {
 
-[[noreturn]] void refuse_at_once(const char* why) {
-  throw std::invalid_argument(concat("[forward_backward] ", why,
+[[noreturn]] void refuse_at_once(const char* where, const char* why) {
+  throw std::invalid_argument(concat("[", where, "] ", why,
                                      ", and the optimizer's gradients are used at once, expected a step after each "
                                      "forward_backward; make the optimizer without that option to keep gradients"));
 }
@@ -303,7 +304,8 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   // Before the call gets its number, so that an error leaves no gap in the random states.
   raise_pending();
   gradients_.import();
-  if (model_->gradient_room && gradients_.any()) refuse_at_once("the gradients of the call before are still here");
+  if (model_->gradient_room && gradients_.any())
+    refuse_at_once("forward_backward", "the gradients of the call before are still here");
   const CallPtr before = last_call_;
   const CallPtr call = begin_call(std::move(options), std::move(terms), *engine);
   call->loss = std::move(loss);
@@ -317,7 +319,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
   }
   call->keeps_caller = call->terms.keeps_caller || may_draw_on_cards(*call, *engine);
   if (model_->gradient_room && (call->keeps_caller || call->input_gradients))
-    refuse_at_once("this call ends with its backward, before a step can begin");
+    refuse_at_once("forward_backward", "this call ends with its backward, before a step can begin");
   submit_or_undo(call, [&] {
     const bool pinned = engine->wants_pinned_host_memory();
     call->labels = std::make_shared<const std::vector<Values>>(taken_over(labels, pinned));
@@ -329,6 +331,7 @@ std::shared_ptr<Pipeline::Submitted> Pipeline::submit(const std::vector<Values>&
       put_inputs(*call, static_cast<int>(m), inputs[m], /*copy=*/true, pinned);
     }
     open_gradients(*call, plan);
+    if (model_->gradient_room) gradient_call_ = call;
     open_loss_turns(*call, plan);
     submit_jobs(call, plan, /*forward=*/true, /*backward=*/true, *engine);
   });
@@ -406,7 +409,7 @@ std::vector<std::vector<at::Tensor>> Pipeline::backward(const CallPtr& call, con
   require_engine();
   require_callers_thread();
   require_parameters("backward");
-  if (model_->gradient_room) refuse_at_once("this backward ends before a step can begin");
+  if (model_->gradient_room) refuse_at_once("backward", "this backward ends before a step can begin");
   // An earlier backward of the same graph still uses the state that the next one sets up.
   wait_or_abort(call->finished(), call);
   raise_pending();
@@ -554,6 +557,7 @@ void Pipeline::recover() {
     device::wait_unless_lost(*layer->buffers_current);
     if (layer->buffers_current->error()) layer->buffers_current.reset();
   }
+  if (gradient_call_ && gradient_call_->failed()) gradient_call_.reset();
   active_.clear();
 }
 
@@ -566,7 +570,22 @@ void Pipeline::wait_buffers() const {
 std::vector<GradientBlockPtr> Pipeline::take_gradients() {
   require_parameters("step");
   raise_pending();
+  gradient_call_.reset();
   return gradients_.take();
+}
+
+CallPtr Pipeline::call_of_gradients() const {
+  if (!gradient_call_) return nullptr;
+  const auto& made = gradient_call_->results;
+  const auto is_here = [&](const GradientBlockPtr& gradient) {
+    return gradient && std::ranges::find(made, gradient) != made.end();
+  };
+  return std::ranges::any_of(model_->gradients, is_here) ? gradient_call_ : nullptr;
+}
+
+void Pipeline::undo(const Call& call) {
+  calls_ = call.index;
+  put_buffers_back(call);
 }
 
 std::unique_ptr<StepTicket> Pipeline::begin_step() {

@@ -89,6 +89,11 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   // Marks calls in flight as committed: their gradients belong to a step, which may use some before all have landed. An
   // interrupted wait must not fail such a call.
   void commit_calls();
+  // The call that has made the gradients which no step has taken, if they have limited room; null: there is none.
+  CallPtr call_of_gradients() const;
+  // As if this call and those since had not been made: the next one draws this call's random numbers, and buffers are
+  // as they were before it. REQUIRES: drain() since.
+  void undo(const Call& call);
   // The user has let the model go: another one may be made of its parameters. Then calls, backwards and steps of this
   // one throw std::invalid_argument.
   void release() { model_->claim->release(); }
@@ -158,6 +163,7 @@ class Pipeline : public std::enable_shared_from_this<Pipeline>, public BackwardR
   std::shared_ptr<ModelState> model_;
   std::vector<CallPtr> active_;  // submitted and not yet known to have succeeded; oldest first
   CallPtr last_call_;
+  CallPtr gradient_call_;  // the last that has made gradients, if they have limited room
   std::deque<std::shared_ptr<ExecutionLog>> recent_logs_;
   std::optional<schedule::Plan> last_plan_;
   std::optional<schedule::Plan> last_step_plan_;

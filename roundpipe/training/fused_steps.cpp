@@ -169,6 +169,11 @@ std::shared_ptr<runtime::StepRun> FusedSteps::start_step(std::vector<optim::Hype
   return run;
 }
 
+double FusedSteps::measure_gradients() {
+  prepare_step(/*asynchronous=*/false);
+  return optimizer_->measure_gradients();
+}
+
 void FusedSteps::synchronize() {
   for (const auto& model : models_) model->pipeline()->drain();
   if (optimizer_) optimizer_->finish();

@@ -73,6 +73,9 @@ class FusedSteps {
   std::shared_ptr<runtime::StepRun> start_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                                double loss_scale);
 
+  // See ModelOptimizer::measure_gradients.
+  double measure_gradients();
+
   // Waits for all work; then calls read the newest weights, which the parameters show with the gradients that no step
   // has consumed.
   void synchronize();

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from roundpipe.model.step.optimizer_context import in_optimizer_context
 from roundpipe.model.step.scaler import GradScaler
 
 if TYPE_CHECKING:
-    from roundpipe.model.step.fused_optimizer import BoundOptimizer, Step
+    from roundpipe.model.step.fused_optimizer import BoundOptimizer, ClipBy, Step
 
 
 _OF_AN_OPTIMIZER = ("scaler", "max_grad_norm", "lr_scheduler", "clip_by")  # the arguments of its step
@@ -44,7 +44,7 @@ class SteppedModel(ModelFacade):
         *,
         scaler: GradScaler | None = ...,
         max_grad_norm: float | None = ...,
-        clip_by: Literal["norm", "last_norm"] = ...,
+        clip_by: ClipBy = ...,
         lr_scheduler: Any = ...,
     ) -> Step: ...
 
@@ -72,9 +72,10 @@ class SteppedModel(ModelFacade):
             **kwargs: for `step_fn`. An optimizer takes any of these: `scaler`, the `roundpipe.GradScaler` that scaled
                 the losses: gradients are unscaled, a step with inf or NaN changes nothing, and the scale is updated.
                 `max_grad_norm`: scales gradients down to this norm if their norm over the whole model is larger; every
-                update then waits for all gradients. `clip_by`: "last_norm" compares the norm of the step before with
-                `max_grad_norm`, so that nothing waits, for an optimizer with `gradients="at_once"`; the first step is
-                not clipped. `lr_scheduler`: a torch scheduler (or several), stepped after this step.
+                update then waits for all gradients. `clip_by`: what `max_grad_norm` is compared with, so that nothing
+                waits, for an optimizer with `gradients="at_once"`. "last_norm": the norm of the step before; the first
+                step is not clipped. "measured_norm": what `measure_gradients` has found for the same batch.
+                `lr_scheduler`: a torch scheduler (or several), stepped after this step.
 
         Returns:
             With an optimizer, the step, with `grad_norm` and `skipped`; else None.
@@ -95,6 +96,28 @@ class SteppedModel(ModelFacade):
         self._claim_steps()
         self._step_group.step(step_fn, is_async, args, kwargs)
         return None
+
+    def measure_gradients(self, optimizer: BoundOptimizer) -> float:
+        """The first of two passes over a batch that clip exactly, for an optimizer with `gradients="at_once"`.
+
+        Measures the gradients of the last `forward_backward` as they land, drops them, and leaves everything as it was
+        before that call: weights, the optimizer's state, buffers, and the number of calls, so that the same batch draws
+        the same random numbers again. Then call `forward_backward` with this batch a second time, and
+        `step(optimizer, is_async=False, max_grad_norm=..., clip_by="measured_norm")`, which has the bits of a step
+        whose gradients wait. What your loop draws itself, draw once for both calls. Waits until the last gradient has
+        landed.
+
+        Args:
+            optimizer: a `roundpipe.optim` optimizer made for this model.
+
+        Returns:
+            The norm of all gradients, by which that step clips.
+
+        Raises:
+            ValueError: the optimizer was not made for this model, its gradients wait for steps, or there are none.
+            Exception: whatever the last step or work still running raised.
+        """
+        return self._step_group.measure_gradients(optimizer)
 
     def synchronize(self) -> None:
         """Waits for all work. Then parameters are up to date, and `.grad` holds gradients that no step has consumed.

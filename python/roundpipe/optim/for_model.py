@@ -49,7 +49,7 @@ class ForModel(BoundOptimizer):
         gradients: with a model: "float32" keeps the gradients of 16-bit weights in fp32 on the host, to sum them over
             several calls before a step. "at_once" uses each gradient as soon as it is on the host and has room for
             those of a few layers only: each `forward_backward` is then followed by `model.step(optimizer,
-            is_async=False)`, without a scaler, and with `clip_by="last_norm"` if gradients are clipped.
+            is_async=False)`, without a scaler, and with another `clip_by` than "norm" if gradients are clipped.
         disk: with a model: a folder on a disk that holds the moments for which there is no memory. What is written
             there is gone with the process. The bits are the same.
         disk_memory: with `disk`: what the moments, and the masters with "masters", may take of host memory, such as

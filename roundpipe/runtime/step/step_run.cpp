@@ -13,6 +13,7 @@
 #include <roundpipe/core/error.h>
 #include <roundpipe/device/emulated_time.h>
 #include <roundpipe/optim/thread_pool.h>
+#include <roundpipe/runtime/step/gradient_measurement.h>
 
 namespace roundpipe::runtime {
 
@@ -30,7 +31,7 @@ memory::GradientRoom::SharePtr share_of(const memory::GradientBlock& gradients) 
 
 StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
                  const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
-                 std::shared_ptr<cluster::Nodes> nodes, uint64_t turn, bool at_once, std::optional<double> last_norm)
+                 std::shared_ptr<cluster::Nodes> nodes, uint64_t turn, bool at_once, std::optional<double> given_norm)
     : number_(number),
       blocks_(std::move(blocks)),
       groups_(std::move(groups)),
@@ -41,9 +42,10 @@ StepRun::StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<opt
       nodes_(std::move(nodes)),
       turn_(turn),
       at_once_(at_once),
-      norm_(std::numeric_limits<double>::quiet_NaN()) {
+      is_measured_(options.clip_by == ClipBy::kMeasuredNorm),
+      norm_(is_measured_ ? given_norm.value() : std::numeric_limits<double>::quiet_NaN()) {
   if (loss_scale_ > 0) scaling_.inverse_scale = static_cast<float>(1.0 / loss_scale_);
-  if (last_norm) set_clip(static_cast<float>(*last_norm));
+  if (given_norm) set_clip(static_cast<float>(*given_norm));
 }
 
 void StepRun::start() noexcept {
@@ -150,13 +152,6 @@ void StepRun::take_squares(BlockStep& step) {
                                                  *ThreadPool::current());
 }
 
-float StepRun::norm_of_squares() const {
-  // In block order, not in the order of arrival, so that the sum has the same bits every time.
-  double squares = 0;
-  for (const BlockStep& step : blocks_) squares += step.squares.empty() ? 0 : step.optimizer->total(step.squares);
-  return static_cast<float>(std::sqrt(squares));
-}
-
 void StepRun::measure(BlockStep& step) {
   const double began_ms = now_ms();
   try {
@@ -187,7 +182,7 @@ void StepRun::set_clip(float norm) {
 
 void StepRun::decide() {
   if (error_) return decided_->fail(error_);
-  const float norm = norm_of_squares();
+  const float norm = norm_of_squares(blocks_);
   if (!gradients_failed_) norm_ = norm;
   overflowed_ = loss_scale_ > 0 && !std::isfinite(norm_);
   if (max_norm_ > 0) set_clip(norm);
@@ -276,7 +271,7 @@ void StepRun::finish(BlockStep& step) {
   for (const BlockStep& each : blocks_) {
     if (abandoned_ > 0 && each.updated && each.model != nullptr) each.model->torn(each.block->layers);
   }
-  if (measures_late() && abandoned_ == 0 && !error_) norm_ = norm_of_squares();
+  if (measures_late() && abandoned_ == 0 && !error_) norm_ = norm_of_squares(blocks_);
   owner_.reset();
   if (error_) {
     finished_->fail(error_);

@@ -65,12 +65,12 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   // `number`: greater than those of earlier steps. `loss_scale`: the factor by which the losses were multiplied; if a
   // gradient is then inf or NaN, the whole step changes nothing. 0: losses were not scaled, and gradients are not
   // checked. `owner` keeps the blocks and their optimizers alive. `nodes`: null: there is one node. `turn`: the number
-  // of the step of this optimizer, from 1. `at_once`: gradients are used as they land, and measured then; nothing waits
-  // for the norm, and they are clipped by `last_norm`, if there is one.
+  // of the step of this optimizer, from 1. `at_once`: gradients are used as they land, and measured then unless their
+  // norm has been; nothing waits for it, and they are clipped by `given_norm`, if there is one: see ClipBy.
   StepRun(uint64_t number, std::vector<BlockStep> blocks, std::vector<optim::Hyperparameters> groups,
           const StepOptions& options, double loss_scale, std::shared_ptr<void> owner,
           std::shared_ptr<cluster::Nodes> nodes = nullptr, uint64_t turn = 0, bool at_once = false,
-          std::optional<double> last_norm = std::nullopt);
+          std::optional<double> given_norm = std::nullopt);
 
   // Never throws: an error that keeps the step from starting fails it.
   void start() noexcept;
@@ -78,7 +78,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   // Fires when it is known whether the step is skipped; fails if that cannot be known.
   const device::EventPtr& decided() const { return decided_; }
   // Whether the norm is known only when the step has finished.
-  bool measures_late() const { return at_once_ && max_norm_ > 0; }
+  bool measures_late() const { return at_once_ && max_norm_ > 0 && !is_measured_; }
   // Fires when the norm is known; fails if it never will be.
   const device::EventPtr& measured() const { return measures_late() ? finished_ : decided_; }
   // Fires when every block is published; fails if one could not be, or if the step could not be decided.
@@ -115,7 +115,6 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void set_clip(float norm);
   bool looks_first() const { return !at_once_ && (max_norm_ > 0 || loss_scale_ > 0); }
   void take_squares(BlockStep& step);
-  float norm_of_squares() const;
   // Of several nodes: hand in the work below, which runs on the nodes' threads.
   void start_exchange();
   void exchange(BlockStep& step);
@@ -134,6 +133,7 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   const std::shared_ptr<cluster::Nodes> nodes_;
   const uint64_t turn_;
   const bool at_once_;
+  const bool is_measured_;                                  // the given norm is that of these gradients
   const device::EventPtr measured_ = device::make_event();  // with several nodes: every block, here
   const device::EventPtr decided_ = device::make_event();
   const device::EventPtr finished_ = device::make_event();

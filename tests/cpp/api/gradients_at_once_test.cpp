@@ -31,10 +31,30 @@ struct AtOnce {
   }
   const runtime::ModelState& held() { return PipelineOf::of(model).model(); }
   const memory::GradientRoom& room() { return *held().gradient_room; }
+  // A step by this batch; returns its norm.
+  double clipped_step(uint64_t number) {
+    forward_backward(number);
+    return model.step(optimizer, {.asynchronous = false, .max_grad_norm = kClip}).grad_norm();
+  }
+  // The same in two passes.
+  double step_in_two_passes(uint64_t number) {
+    forward_backward(number);
+    const double norm = model.measure_gradients(optimizer);
+    forward_backward(number);
+    const Step step = model.step(optimizer, kMeasured);
+    model.synchronize();  // so that nobody waits for it while gradients of the next call come
+    return step.grad_norm() == norm ? norm : -1;
+  }
   std::vector<Tensor> state() {
     model.synchronize();
-    return copies_of(chain.parameters());
+    std::vector<Tensor> all = copies_of(chain.parameters());
+    for (const Tensor& buffer : copies_of(chain.buffers())) all.push_back(buffer);
+    return all;
   }
+
+  static constexpr double kClip = 0.5;
+  static constexpr StepOptions kMeasured{
+      .asynchronous = false, .max_grad_norm = kClip, .clip_by = ClipBy::kMeasuredNorm};
 
   Chain chain;
   Model model;
@@ -67,6 +87,104 @@ TEST_CASE("gradients at once: the bits are those of gradients that wait, in a fe
   }
 }
 
+TEST_CASE("gradients at once: two passes have the bits of clipped gradients that wait, with draws and buffers") {
+  const TemporaryFolder folder;
+  for (const int devices : {1, 2, 3, 4}) {
+    CAPTURE(devices);
+    set_devices(concat("virtual:", devices));
+    const Chain start;
+    OptimizerFormat with_disk = kAtOnce;
+    with_disk.disk = {.folder = folder.path()};
+    AtOnce plain(start, {}), at_once(start, kAtOnce), on_disk(start, with_disk);
+    for (uint64_t number = 0; number < 4; ++number) {
+      const double norm = plain.clipped_step(number);
+      CHECK(norm > AtOnce::kClip);
+      CHECK(at_once.step_in_two_passes(number) == norm);
+      CHECK(on_disk.step_in_two_passes(number) == norm);
+    }
+    CHECK(same_state(at_once.state(), plain.state()));
+    CHECK(same_state(on_disk.state(), plain.state()));
+    CHECK(at_once.room().most_bytes() <= at_once.room().limit_bytes());
+    CHECK(at_once.model.calls() == plain.model.calls());
+    CHECK(at_once.optimizer.steps() == 4);
+  }
+}
+
+TEST_CASE("gradients at once: both passes take the room of three layers, and the first leaves a disk alone") {
+  const TemporaryFolder folder;
+  for (const int devices : {1, 3}) {
+    CAPTURE(devices);
+    set_devices(concat("virtual:", devices));
+    torch::nn::Sequential chain;
+    for (int layer = 0; layer < 8; ++layer) chain->push_back(torch::nn::Linear(Chain::kIn, Chain::kIn));
+    Model model(chain);
+    Optimizer optimizer(model, torch::optim::AdamWOptions(0.01), {},
+                        {.gradients_at_once = true, .disk = {.folder = folder.path()}});
+    const auto size = [](const Tensor& outputs, const Tensor&) { return outputs.square().sum(); };
+    constexpr int kSteps = 4;
+    for (int number = 0; number < kSteps; ++number) {
+      const Sample batch = sample(static_cast<uint64_t>(number));
+      Model::Pending first = model.submit(batch.inputs, batch.labels, size);
+      model.measure_gradients(optimizer);
+      Model::Pending second = model.submit(batch.inputs, batch.labels, size);
+      model.step(optimizer, AtOnce::kMeasured).wait();
+      CHECK(torch::equal(first.finish().loss, second.finish().loss));
+    }
+    const memory::GradientRoom& room = *PipelineOf::of(model).model().gradient_room;
+    CHECK(room.most_bytes() <= room.limit_bytes());
+    // Each step reads the moments once, and may read ahead for the next.
+    int64_t moments = 0;
+    for (size_t b = 0; b < optimizer.core()->block_count(); ++b)
+      moments += optimizer.core()->block(b).stored_moment_bytes(optimizer.all_options());
+    CHECK(optimizer.core()->disk_tier()->stats().read_bytes <= (kSteps + 1) * moments);
+  }
+}
+
+TEST_CASE("gradients at once: a measurement changes nothing, the last one counts, and any step ends it") {
+  set_devices("virtual:2");
+  const Chain start;
+  AtOnce plain(start, {}), at_once(start, kAtOnce);
+  const std::vector<Tensor> before = at_once.state();
+  at_once.forward_backward(7);
+  at_once.model.measure_gradients(at_once.optimizer);
+  CHECK(same_state(at_once.state(), before));
+  CHECK(at_once.model.calls() == 0);
+  CHECK(at_once.step_in_two_passes(0) == plain.clipped_step(0));
+  at_once.forward_backward(1);
+  at_once.model.measure_gradients(at_once.optimizer);
+  for (AtOnce* const each : {&plain, &at_once}) {
+    each->forward_backward(1);
+    each->model.step(each->optimizer, kSynchronous);
+  }
+  at_once.forward_backward(2);
+  CHECK_THROWS_AS(at_once.model.step(at_once.optimizer, AtOnce::kMeasured), std::invalid_argument);
+  for (AtOnce* const each : {&plain, &at_once}) {
+    if (each == &plain) each->forward_backward(2);
+    each->model.step(each->optimizer, kSynchronous);
+  }
+  CHECK(same_state(at_once.state(), plain.state()));
+}
+
+TEST_CASE("gradients at once: passes that fail may be made again, with the same bits") {
+  set_devices("virtual:2");
+  const Chain start;
+  AtOnce plain(start, {}), at_once(start, kAtOnce);
+  const auto failing_pass = [&] {
+    at_once.chain.trap->throw_from(2);
+    CHECK_THROWS_AS(at_once.forward_backward(0), OnPurpose);
+    at_once.chain.trap->clear();
+  };
+  failing_pass();
+  CHECK_THROWS_AS(at_once.model.measure_gradients(at_once.optimizer), std::invalid_argument);
+  at_once.forward_backward(0);
+  const double norm = at_once.model.measure_gradients(at_once.optimizer);
+  failing_pass();
+  at_once.forward_backward(0);
+  at_once.model.step(at_once.optimizer, AtOnce::kMeasured);
+  CHECK(plain.clipped_step(0) == norm);
+  CHECK(same_state(at_once.state(), plain.state()));
+}
+
 TEST_CASE("gradients at once: whatever the user does instead of a step ends, and a step may still come") {
   set_devices("virtual:2");
   const Chain start;
@@ -94,9 +212,23 @@ TEST_CASE("gradients at once: what needs all of them is refused, and nothing has
   CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, {}); }), "expected a synchronous one"));
   CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, {.asynchronous = false, .max_grad_norm = 1.0}); }),
                  "max_grad_norm needs all gradients"));
+  CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, AtOnce::kMeasured); }), "no norm has been measured"));
+  CHECK(contains(
+      told([&] { at_once.model.step(at_once.optimizer, {.asynchronous = false, .clip_by = ClipBy::kLastNorm}); }),
+      "clip_by = last_norm is given without max_grad_norm"));
+  CHECK(contains(told([&] { plain.model.step(plain.optimizer, AtOnce::kMeasured); }),
+                 "expected it with an optimizer that uses gradients at once"));
+  CHECK(contains(told([&] { plain.model.measure_gradients(plain.optimizer); }), "expected one that uses them at once"));
   CHECK(contains(told([&] { at_once.forward_backward(1); }), "expected a step after each forward_backward"));
+  at_once.model.measure_gradients(at_once.optimizer);
+  CHECK(contains(told([&] { at_once.model.measure_gradients(at_once.optimizer); }), "there are no gradients"));
+  CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, AtOnce::kMeasured); }),
+                 "the measured gradients have been dropped"));
+  at_once.forward_backward(0);
   for (AtOnce* const each : {&plain, &at_once}) each->model.step(each->optimizer, kSynchronous);
   CHECK(same_state(at_once.state(), plain.state()));
+  CHECK(contains(told([&] { at_once.model.forward(sample(1).inputs).sum().backward(); }),
+                 "[backward] this backward ends before a step can begin"));
   CHECK(contains(told([&] {
                    const OptimizerFormat both{.gradients_in_fp32 = true, .gradients_at_once = true};
                    const Optimizer refused(at_once.model, torch::optim::AdamWOptions(0.01), {}, both);

@@ -1,10 +1,11 @@
-"""Gradients that are used as they land: the same bits, and clipping by the last step's norm."""
+"""Gradients that are used as they land: the same bits, and clipping by the last step's norm or in two passes."""
 
 from __future__ import annotations
 
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,37 @@ class Training:
     def __init__(self, devices: str, dtype: torch.dtype = torch.float32, rule: Any = None, **formats: Any) -> None:
         roundpipe.devices(devices)
         torch.manual_seed(0)
-        made = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(LAYERS)))
+        made = nn.Sequential(*(self.layer(dtype) for _ in range(LAYERS)))
         self.dtype = dtype
         self.model = RoundPipe(made, name="at_once", model_run_config=RoundPipeRunConfig(num_microbatch=3))
         rule = roundpipe.optim.AdamW if rule is None else rule
         self.optimizer = rule(self.model, lr=0.05, **formats)
         self.steps = 0
 
+    @staticmethod
+    def layer(dtype: torch.dtype) -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH, dtype=dtype)
+
     def batch(self) -> torch.Tensor:
         self.steps += 1
         return torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(self.steps)).to(self.dtype)
 
     def step(self, **options: Any) -> Any:
-        self.model.forward_backward((self.batch(),), loss_fn=lambda o, _: (o.float() - 1).square().sum())
+        self.losses = [self.call(self.batch())]
         return self.model.step(self.optimizer, is_async=False, **options)
+
+    def call(self, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.model.forward_backward((batch,), loss_fn=lambda o, _: (o.float() - 1).square().sum())
+        return found
+
+    def step_in_two_passes(self, max_grad_norm: float) -> Any:
+        batch = self.batch()
+        first = self.call(batch)
+        norm = self.model.measure_gradients(self.optimizer)
+        self.losses = [first, self.call(batch)]
+        step = self.model.step(self.optimizer, is_async=False, max_grad_norm=max_grad_norm, clip_by="measured_norm")
+        assert step.grad_norm == norm
+        return step
 
     def weights(self) -> list[torch.Tensor]:
         self.model.synchronize()
@@ -56,6 +74,34 @@ def test_bits_are_those_of_gradients_that_wait(devices: str, dtype: torch.dtype)
         norms = [float(training.step(max_grad_norm=math.inf)) for training in (plain, at_once)]
         assert norms[0] == norms[1] > 0
     assert same(plain, at_once)
+
+
+class WithDraws(Training):
+    """Some of its layers draw random numbers, and some have buffers that each call changes."""
+
+    @staticmethod
+    def layer(dtype: torch.dtype) -> nn.Module:
+        drawing = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.BatchNorm1d(WIDTH, dtype=dtype))
+        return drawing.append(nn.Dropout(0.25))
+
+    def weights(self) -> list[torch.Tensor]:
+        return [*super().weights(), *(buffer.clone() for buffer in self.model.buffers())]
+
+
+@pytest.mark.filterwarnings("ignore:.* has BatchNorm1d")
+@pytest.mark.parametrize(
+    ("devices", "disk"), [("virtual:1", False), ("virtual:2", True), ("virtual:3", False), ("virtual:4", False)]
+)
+def test_two_passes_clip_as_gradients_that_wait(devices: str, disk: bool, tmp_path: Path) -> None:
+    formats: dict[str, Any] = {"masters": "24bit"} | ({"disk": tmp_path} if disk else {"moments": "8bit"})
+    plain = WithDraws(devices, torch.bfloat16, **(formats | {"disk": None}))
+    passes = WithDraws(devices, torch.bfloat16, gradients="at_once", **formats)
+    for _ in range(3):
+        norm = float(plain.step(max_grad_norm=0.5))
+        assert float(passes.step_in_two_passes(0.5)) == norm > 0.5
+        assert all(torch.equal(plain.losses[0], loss) for loss in passes.losses)
+    assert same(plain, passes)
+    assert passes.model.calls == plain.model.calls
 
 
 def test_with_a_disk(tmp_path: Path) -> None:
@@ -90,15 +136,23 @@ def test_clips_by_the_norm_of_the_step_before() -> None:
         torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-5)
 
 
+def by_last_norm(training: Training) -> None:
+    training.step(max_grad_norm=0.5, clip_by="last_norm")
+
+
+def in_two_passes(training: Training) -> None:
+    training.step_in_two_passes(0.5)
+
+
+@pytest.mark.parametrize("step", [by_last_norm, in_two_passes])
 @pytest.mark.parametrize("way", ["checkpoint", "state_dict"])
-def test_a_resumed_run_clips_by_the_same_norm(way: str, tmp_path: Path) -> None:
-    options = {"max_grad_norm": 0.5, "clip_by": "last_norm"}
+def test_a_resumed_run_clips_by_the_same_norm(way: str, step: Callable[[Training], None], tmp_path: Path) -> None:
     whole = Training("virtual:2", gradients="at_once")
     for _ in range(4):
-        whole.step(**options)
+        step(whole)
     first = Training("virtual:2", gradients="at_once")
     for _ in range(2):
-        first.step(**options)
+        step(first)
     resumed = Training("virtual:3", gradients="at_once")
     if way == "checkpoint":
         roundpipe.save_checkpoint(tmp_path, first.model, first.optimizer, wait=True)
@@ -111,8 +165,21 @@ def test_a_resumed_run_clips_by_the_same_norm(way: str, tmp_path: Path) -> None:
         resumed.optimizer.load_state_dict(state)
     resumed.steps = first.steps
     for _ in range(2):
-        resumed.step(**options)
+        step(resumed)
     assert same(whole, resumed)
+
+
+def test_a_checkpoint_between_the_passes_asks_for_the_first_again(tmp_path: Path) -> None:
+    first, resumed = (Training("virtual:2", gradients="at_once") for _ in range(2))
+    first.call(first.batch())
+    first.model.measure_gradients(first.optimizer)
+    roundpipe.save_checkpoint(tmp_path, first.model, first.optimizer, wait=True)
+    roundpipe.load_checkpoint(tmp_path, first.model, first.optimizer)
+    roundpipe.load_checkpoint(tmp_path, resumed.model, resumed.optimizer)
+    for training in (first, resumed):
+        with pytest.raises(ValueError, match="no norm has been measured since the last step"):
+            training.step(max_grad_norm=0.5, clip_by="measured_norm")
+    assert first.model.calls == resumed.model.calls == 1
 
 
 def test_a_scaler_needs_all_gradients() -> None:
@@ -142,16 +209,28 @@ def test_what_needs_all_gradients_is_refused_by_name() -> None:
     at_once.model.forward_backward((at_once.batch(),), loss_fn=lambda o, _: o.square().sum())
     with pytest.raises(ValueError, match="expected a synchronous one"):
         at_once.model.step(at_once.optimizer)
-    with pytest.raises(ValueError, match="clip_by='last_norm'"):
+    with pytest.raises(ValueError, match=r"clip_by='last_norm'.*clip_by='measured_norm'"):
         at_once.model.step(at_once.optimizer, is_async=False, max_grad_norm=1.0)
+    for clip_by in ("last_norm", "measured_norm"):
+        with pytest.raises(ValueError, match=f"clip_by='{clip_by}' is given without max_grad_norm"):
+            at_once.model.step(at_once.optimizer, is_async=False, clip_by=clip_by)
+    with pytest.raises(ValueError, match="no norm has been measured since the last step"):
+        at_once.model.step(at_once.optimizer, is_async=False, max_grad_norm=1.0, clip_by="measured_norm")
     with pytest.raises(ValueError, match="expected a step after each forward_backward"):
         at_once.model.forward_backward((at_once.batch(),), loss_fn=lambda o, _: o.square().sum())
     at_once.model.step(at_once.optimizer, is_async=False)
-    with pytest.raises(ValueError, match="expected an optimizer that uses them at once"):
-        plain = Training("virtual:1")
-        plain.step(max_grad_norm=1.0, clip_by="last_norm")
+    with pytest.raises(ValueError, match=r"\[measure_gradients\] there are no gradients"):
+        at_once.model.measure_gradients(at_once.optimizer)
+    plain = Training("virtual:1")
+    for clip_by in ("last_norm", "measured_norm"):
+        with pytest.raises(ValueError, match="expected it with an optimizer that uses gradients at once"):
+            plain.step(max_grad_norm=1.0, clip_by=clip_by)
+    with pytest.raises(ValueError, match="expected one that uses them at once"):
+        plain.model.measure_gradients(plain.optimizer)
+    with pytest.raises(ValueError, match="was not made for this model"):
+        plain.model.measure_gradients(at_once.optimizer)
     with pytest.raises(ValueError, match="clip_by is 'mean', expected"):
         plain.step(max_grad_norm=1.0, clip_by="mean")
     loss = at_once.model(at_once.batch()).sum()
-    with pytest.raises(RuntimeError, match="this backward ends before a step can begin"):
+    with pytest.raises(RuntimeError, match=r"\[backward\] this backward ends before a step can begin"):
         loss.backward()

@@ -11,10 +11,16 @@ from roundpipe import _core
 
 MOMENTS = {"float32": _core.MomentFormat.FLOAT32, "8bit": _core.MomentFormat.BLOCKWISE_8BIT}
 MASTERS = {"float32": _core.MasterFormat.FLOAT32, "24bit": _core.MasterFormat.BITS_24}
+CLIP_BY = {
+    "norm": _core.ClipBy.NORM,
+    "last_norm": _core.ClipBy.LAST_NORM,
+    "measured_norm": _core.ClipBy.MEASURED_NORM,
+}
 Moments = Literal["float32", "8bit"]
 Masters = Literal["float32", "24bit"]
 Gradients = Literal["weights", "float32", "at_once"]
 DiskHolds = Literal["moments", "masters"]
+ClipBy = Literal["norm", "last_norm", "measured_norm"]
 
 
 class Formats(NamedTuple):

@@ -10,7 +10,14 @@ from torch import nn
 
 from roundpipe import _core
 from roundpipe.distributed.loss_counts import telling_failure
-from roundpipe.model.step.fused_optimizer import BoundOptimizer, Formats, Step, as_schedulers, core_rule
+from roundpipe.model.step.fused_optimizer import (
+    CLIP_BY,
+    BoundOptimizer,
+    Formats,
+    Step,
+    as_schedulers,
+    core_rule,
+)
 from roundpipe.model.step.group import StepGroup
 from roundpipe.model.step.plain_steps import owners
 from roundpipe.model.step.scaler import GradScaler, synchronize_scales
@@ -100,15 +107,14 @@ class FusedSteps(StepGroup):
     ) -> Step:
         """See `RoundPipe.step`."""
         _core.require_engine()
-        if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
-            refuse_optimizer(optimizer)
-        if clip_by not in ("norm", "last_norm"):
-            raise ValueError(f"[step] clip_by is {clip_by!r}, expected 'norm' or 'last_norm'")
-        step_options = _core.StepOptions(is_async, max_grad_norm, clip_by == "last_norm")
+        own = self._require_own(optimizer)
+        if clip_by not in CLIP_BY:
+            raise ValueError(f"[step] clip_by is {clip_by!r}, expected {' or '.join(map(repr, CLIP_BY))}")
+        step_options = _core.StepOptions(is_async, max_grad_norm, CLIP_BY[clip_by])
         if scaler is not None and not isinstance(scaler, GradScaler):
             raise ValueError(f"[step] scaler is a {type(scaler).__name__}, expected a roundpipe.GradScaler")
         schedulers = as_schedulers(lr_scheduler)
-        groups = optimizer.core_groups()
+        groups = own.core_groups()
         pipelines = self.models.all_pipelines()
         scale: torch.Tensor | None = None
         with nullcontext() if self.joint is None else telling_failure(self.joint.counts):
@@ -120,9 +126,7 @@ class FusedSteps(StepGroup):
         loss_scale = 0.0 if scale is None else float(scale)  # 0: losses are not scaled
         if self.joint is not None:
             options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
-            step_options.gradient_factor = self.joint.step(
-                options, optimizer, shows_weights=not self._core.hides_weights
-            )
+            step_options.gradient_factor = self.joint.step(options, own, shows_weights=not self._core.hides_weights)
         with uninterrupted():
             run = self._core.start_step(groups, step_options, loss_scale)
             if scaler is not None and scale is not None:
@@ -131,10 +135,23 @@ class FusedSteps(StepGroup):
             synchronize_scales(self, pipelines)  # the scale of the next losses depends on these gradients
         self.steps += 1
         self.schedulers = schedulers
-        optimizer.count_step()
+        own.count_step()
         for scheduler in schedulers:
             scheduler.step()
         return Step(run)
+
+    def measure_gradients(self, optimizer: torch.optim.Optimizer) -> float:
+        """See `RoundPipe.measure_gradients`."""
+        _core.require_engine()
+        self._require_own(optimizer)
+        self.check_trainable()
+        self.finish_update()
+        return self._core.measure_gradients()
+
+    def _require_own(self, optimizer: torch.optim.Optimizer) -> BoundOptimizer:
+        if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
+            refuse_optimizer(optimizer)
+        return optimizer
 
     def finish_update(self) -> None:
         """See `StepGroup.finish_update`."""

@@ -137,6 +137,11 @@ class TorchSteps(StepGroup):
         _core.require_engine()
         refuse_optimizer(optimizer)
 
+    def measure_gradients(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Raises ValueError: no fused optimizer was made for the models."""
+        _core.require_engine()
+        refuse_optimizer(optimizer)
+
     def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `RoundPipe.step`."""
         _core.require_engine()
