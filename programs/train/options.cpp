@@ -255,6 +255,7 @@ FixedOptions fixed_options(const Options& options, int64_t steps, models::Attent
 
 void update_fixed_options(FixedOptions& before, const Options& options) {
   before.try_emplace("--arithmetic", arithmetic_name(Arithmetic::kExact));
+  before.try_emplace("--clip-by", "norm");
   if (before.contains("--lora")) return;
   before["--lora"] = before.contains("--lora-rank") ? "true" : "false";
   if (!options.dtype.empty()) before["--dtype"] = options.dtype;

@@ -97,6 +97,11 @@ Optimizer make_optimizer(LanguageModel& model, const Options& options, int64_t s
   return optimizer;
 }
 
+ClipBy clip_by(const Options& options) {
+  if (options.clip_by == kTwoPasses) return ClipBy::kMeasuredNorm;
+  return options.clip_by == "last_norm" ? ClipBy::kLastNorm : ClipBy::kNorm;
+}
+
 OptionValues option_values(const FixedOptions& options) {
   OptionValues values;
   for (const auto& [flag, text] : options) values[flag.substr(2)] = text;
@@ -137,6 +142,7 @@ class Training {
   void check_fixed() const;
   void check_fixed_in(StoredCheckpoint stored) const;
   void train_steps();
+  Model::Pending begin(const LanguageBatch& batch);
   void log();
   void evaluate_now(Clock::time_point& begun);
   void evaluate(int64_t step);
@@ -309,13 +315,22 @@ void Training::write_results() {
   std::printf("trained; the %s is in %s\n", options_.merge ? "merged model" : "model", model_folder().c_str());
 }
 
+Model::Pending Training::begin(const LanguageBatch& batch) {
+  if (options_.clip_by == kTwoPasses) {
+    const Model::Pending measured = model_->submit(batch, scaler_.get());
+    log();  // of the step before, while the devices work
+    model_->model().measure_gradients(*optimizer_);
+  }
+  return model_->submit(batch, scaler_.get());
+}
+
 void Training::train_steps() {
   const int64_t end = data_.steps();
   const double clip = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
   LanguageBatch batch = data_.batch(step_);
   Clock::time_point begun = Clock::now();
   while (step_ < end && stop_->signal() == 0) {
-    Model::Pending pending = model_->submit(batch, scaler_.get());
+    Model::Pending pending = begin(batch);
     StepRecord record{.step = step_ + 1, .tokens = tokens_of(batch)};
     if (scaler_) record.loss_scale = scaler_->get_scale();
     log();  // of the step before, while the devices work
@@ -324,7 +339,7 @@ void Training::train_steps() {
     record.learning_rate = optimizer_->options().lr;
     const Step made = model_->model().step(*optimizer_, {.asynchronous = options_.asynchronous,
                                                          .max_grad_norm = clip,
-                                                         .clips_by_last_norm = options_.clip_by == "last_norm",
+                                                         .clip_by = clip_by(options_),
                                                          .scaler = scaler_.get()});
     ++step_;
     const Clock::time_point before = std::exchange(begun, Clock::now());

@@ -143,9 +143,11 @@ std::vector<TrainingOption> make_options() {
       {.name = "momentum", .help = "Of sgd, rmsprop and muon.", .least = 0, .most = 1, .below = true},
       {.name = "clip", .help = "Largest norm of the gradients; 0: as they are.", .otherwise = 1.0, .least = 0},
       {.name = "clip_by",
-       .help = "norm, or last_norm: that of the step before, so that no gradient waits, with --gradients-at-once.",
+       .help =
+           "norm, or, with --gradients-at-once, last_norm: that of the step before; or two_passes: exact, by a first "
+           "pass over each batch that only measures.",
        .otherwise = std::string("norm"),
-       .choices = {"norm", "last_norm"}},
+       .choices = {"norm", "last_norm", kTwoPasses}},
       {.name = "gradients_at_once",
        .help = "Use each gradient as it comes, and keep room on the host for those of a few layers only.",
        .otherwise = false,
@@ -318,13 +320,18 @@ void check_update_rule(const OptionValues& values) {
     refuse("masters", std::string("24bit"), concat("fp32 for weights of ", text_of(values, "dtype")));
   }
   const bool at_once = is_set(values, "gradients_at_once");
-  const bool by_last = text_of(values, "clip_by") == "last_norm";
-  if (by_last && !at_once) refuse("clip_by", std::string("last_norm"), "norm, or --gradients-at-once with it");
+  const std::string clip_by = text_of(values, "clip_by");
+  const bool by_own = clip_by == "norm";
+  const bool clips = *number_of(value_of(values, "clip")) > 0;
+  if (!by_own && !at_once) refuse("clip_by", clip_by, "norm, or --gradients-at-once with it");
+  if (clip_by == kTwoPasses && !clips)
+    refuse("clip_by", clip_by, "norm with --clip 0, which has no use for two passes");
   if (at_once && is_set(values, "asynchronous"))
     refuse("gradients_at_once", true, "it without --asynchronous, whose updates come later");
-  if (at_once && !by_last && *number_of(value_of(values, "clip")) > 0) {
+  if (at_once && by_own && clips) {
     refuse("gradients_at_once", true,
-           "--clip-by last_norm or --clip 0 with it, as the norm of a step needs all of its gradients");
+           "--clip-by last_norm, --clip-by two_passes or --clip 0 with it, as the norm of a step needs all of its "
+           "gradients");
   }
   if (is_given(values, "disk_memory") && !is_given(values, "disk")) {
     refuse("disk_memory", value_of(values, "disk_memory"), "it only with --disk");
@@ -390,6 +397,7 @@ OptionValues fixed_training_options(const OptionValues& values) {
     const auto found = values.find(option.name);
     if (found != values.end() && (option.bits == Bits::kYes || depends)) fixed.insert(*found);
   }
+  if (text_of(fixed, "clip_by") == kTwoPasses) fixed["clip_by"] = std::string("norm");  // they have the same bits
   return fixed;
 }
 

@@ -48,7 +48,10 @@ void check_training_options(const OptionValues& values);
 std::string option_flag(std::string_view name);
 std::string option_text(const OptionValue& value);
 
-// The values that belong to the bits of a training.
+// Of --clip-by: each step's batch runs twice, and the first pass only measures the norm.
+inline constexpr const char* kTwoPasses = "two_passes";
+
+// The values that belong to the bits of a training; one value of those that have the same bits.
 OptionValues fixed_training_options(const OptionValues& values);
 // Of a run that goes on: throws std::invalid_argument, which names the first value that is another than before. `run`
 // is where those are from, in words.

@@ -180,7 +180,9 @@ class TrainConfig:
     bad_weight: Annotated[
         float | None, _option(_RULE, "Of kto: what a bad answer counts (default: 1).", show_default=False)
     ] = None
-    clip_by: Annotated[Literal["norm", "last_norm"], _shared(_RULE, "clip_by")] = _OPTIONS["clip_by"]["default"]
+    clip_by: Annotated[Literal["norm", "last_norm", "two_passes"], _shared(_RULE, "clip_by")] = _OPTIONS["clip_by"][
+        "default"
+    ]
     gradients_at_once: Annotated[bool, _shared(_RULE, "gradients_at_once")] = _OPTIONS["gradients_at_once"]["default"]
     asynchronous: Annotated[bool, _shared(_RULE, "asynchronous")] = _OPTIONS["asynchronous"]["default"]
 

@@ -21,7 +21,7 @@ from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers
 from roundpipe.plan.machine import Machine
 from roundpipe.plan.machine import load as load_machine
 from roundpipe.plan.measure import matmul_gflops, measure
-from roundpipe.plan.schedules import Request
+from roundpipe.plan.schedules import Request, predict_choice
 from roundpipe.plan.shapes import ModelShapes
 from roundpipe.plan.shapes import measure as measure_shapes
 from roundpipe.train.config import TrainConfig
@@ -48,6 +48,7 @@ class Forecast:
         found: the plan, and the memory of a device.
         host: memory of the host.
         host_room: what the host has for it.
+        first_pass_ms: of a step, if it measures the norm in a pass of its own.
     """
 
     shapes: ModelShapes
@@ -57,6 +58,7 @@ class Forecast:
     found: Fit
     host: HostPrediction
     host_room: int
+    first_pass_ms: float
 
     @property
     def host_fits(self) -> bool:
@@ -68,7 +70,7 @@ class Forecast:
 
     @property
     def step_ms(self) -> float:
-        return self.found.choices[0].step_ms
+        return self.first_pass_ms + self.found.choices[0].step_ms
 
 
 def dry_run(
@@ -161,7 +163,14 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     found = fit(request, layers, of_each, host_room=room - host.total)
     host = dataclasses.replace(host, values=found.values, partial_sums=host.partial_sums + found.partial_sums)
     pictures = None if largest is None else largest.pictures
-    return Forecast(shapes, rows, microbatches, pictures, found, host, room)
+    first_pass_ms = _first_pass_ms(found) if config.clip_by == "two_passes" else 0.0
+    return Forecast(shapes, rows, microbatches, pictures, found, host, room, first_pass_ms)
+
+
+def _first_pass_ms(found: Fit) -> float:
+    """What a pass takes that only measures gradients: each is read once, and nothing is updated."""
+    request = dataclasses.replace(found.request, update_gb_per_s=0.0, update_traffic=1.0)
+    return predict_choice("first pass", request, found.choices).step_ms
 
 
 def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int, largest: Largest | None) -> ModelShapes:
@@ -194,9 +203,10 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
     yield f"devices  {roundpipe.devices().description}"
     yield f"plan     {best.cut}"
     speed = config.tokens_of_step / forecast.step_ms * 1000 if forecast.step_ms else 0.0
+    measuring = f", of which {forecast.first_pass_ms:,.1f} ms measure the norm" if forecast.first_pass_ms else ""
     yield (
-        f"step     {forecast.step_ms:,.1f} ms (predicted), limited by {best.limit}; {speed:,.0f} tokens/s if rows are "
-        "full"
+        f"step     {forecast.step_ms:,.1f} ms (predicted){measuring}, limited by {best.limit}; {speed:,.0f} tokens/s "
+        "if rows are full"
     )
     rates = machine.rates
     yield (
@@ -204,8 +214,8 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
         f"{rates['host_gb_per_s'] or math.inf:.2f} GB/s, optimizer {machine.update_gb_per_s:.2f} GB/s"
     )
     times = 1 + (data.steps // config.evaluate_every if config.evaluate_every is not None else 1)
-    # A forward takes about a third of a step.
-    seconds = (data.steps + times * len(data.held_out) / 3) * forecast.step_ms / 1000
+    # A forward takes about a third of a pass with updates.
+    seconds = (data.steps * forecast.step_ms + times * len(data.held_out) / 3 * best.step_ms) / 1000
     yield f"time     {duration(seconds)} (predicted), or {seconds / 3600:.2f} hours, with {times} evaluations"
     if config.task in ("dpo", "kto"):
         count = len(data.samples) + len(data.held_out_samples)

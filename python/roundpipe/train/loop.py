@@ -157,6 +157,9 @@ class Training:
 
     def _begin(self, step: int, batch: dict[str, Any]) -> _Begun:
         scaler = self._scaler
+        if self._config.clip_by == "two_passes":
+            self._objective.begin(batch, scaler)
+            self._model.measure_gradients(self._optimizer)
         call = self._objective.begin(batch, scaler)
         scale = None if scaler is None else scaler.get_scale()
         rate = float(self._optimizer.param_groups[0]["lr"])
@@ -165,7 +168,7 @@ class Training:
             self._config.asynchronous,
             scaler=scaler,
             max_grad_norm=self._config.clip or math.inf,
-            clip_by=self._config.clip_by,
+            clip_by="measured_norm" if self._config.clip_by == "two_passes" else self._config.clip_by,
             lr_scheduler=self._schedule,
         )
         mask = batch.get("attention_mask")

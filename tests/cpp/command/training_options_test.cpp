@@ -62,7 +62,7 @@ TEST_CASE("training options: a value out of its range is named") {
 
 TEST_CASE("training options: values that do not fit each other are named") {
   const std::string lion = "lion", eight = "8bit", sgd = "sgd", folder = "a", narrow = "24bit", half = "float16";
-  const std::string last = "last_norm";
+  const std::string last = "last_norm", passes = kTwoPasses;
   const std::vector<std::string> targets = {"q_proj"};
   for (const auto& [values, said] : std::vector<Case>{
            {{{"lora", true}, {"adapter", folder}}, "--lora and --adapter are for different runs"},
@@ -73,7 +73,9 @@ TEST_CASE("training options: values that do not fit each other are named") {
            {{{"moments", eight}, {"optimizer", lion}}, "--moments is 8bit, expected fp32 for lion"},
            {{{"masters", narrow}, {"dtype", half}}, "--masters is 24bit, expected fp32 for weights of float16"},
            {{{"clip_by", last}}, "--clip-by is last_norm, expected norm, or --gradients-at-once with it"},
-           {{{"gradients_at_once", true}}, "expected --clip-by last_norm or --clip 0 with it"},
+           {{{"clip_by", passes}}, "--clip-by is two_passes, expected norm, or --gradients-at-once with it"},
+           {{{"clip_by", passes}, {"gradients_at_once", true}, {"clip", 0.0}}, "which has no use for two passes"},
+           {{{"gradients_at_once", true}}, "expected --clip-by last_norm, --clip-by two_passes or --clip 0 with it"},
            {{{"gradients_at_once", true}, {"clip", 0.0}, {"asynchronous", true}}, "expected it without --asynchronous"},
            {{{"eps", 1e-8}, {"optimizer", sgd}},
             "--eps is 1e-08, expected it only for adam, adamw, rmsprop, muon, not for sgd"},
@@ -86,6 +88,7 @@ TEST_CASE("training options: values that do not fit each other are named") {
     CHECK_MESSAGE(refusal(values).find(said) != std::string::npos, refusal(values));
   }
   CHECK(refusal({{"gradients_at_once", true}, {"clip_by", last}}).empty());
+  CHECK(refusal({{"gradients_at_once", true}, {"clip_by", passes}}).empty());
   CHECK(refusal({{"lora_rank", int64_t{8}}}).empty());  // the default, which a file of a run has
   CHECK(refusal({{"dora", true}, {"lora_rank", int64_t{4}}, {"lora_targets", targets}}).empty());
 }
@@ -96,6 +99,9 @@ TEST_CASE("training options: what belongs to the bits") {
   values["asynchronous"] = true;
   const OptionValues all = {{"seed", int64_t{3}}, {"evaluate_every", int64_t{5}}, {"asynchronous", true}};
   CHECK((fixed_training_options(values) == all));
+  const auto clipped = [](const char* by) { return fixed_training_options({{"clip_by", std::string(by)}}); };
+  CHECK((clipped(kTwoPasses) == clipped("norm")));
+  CHECK((clipped("last_norm") != clipped("norm")));
 }
 
 TEST_CASE("training options: defaults that depend on others") {

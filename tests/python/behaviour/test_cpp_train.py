@@ -283,6 +283,25 @@ def test_adapters_go_on_with_the_same_bits(train: Train, model: Path, tmp_path: 
     assert further.keys() == whole.keys() and not torch.equal(next(iter(further.values())), next(iter(whole.values())))
 
 
+def test_two_passes_have_the_bits_of_clipping_by_the_norm(train: Train, tmp_path: Path) -> None:
+    options = {
+        "lora": True,
+        "lora_dropout": 0.2,
+        "steps": 3,
+        "clip": 0.01,
+        "evaluation_tokens": 20,
+        "evaluate_every": 2,
+    }
+    passes = {"clip_by": "two_passes", "gradients_at_once": True}
+    for out, more in (("plain", {}), ("passes", passes)):
+        done = train(**options, **more, out=tmp_path / out)
+        assert done.returncode == 0, done.stdout + done.stderr
+    plain, ours = (load_file(tmp_path / out / "adapter" / "adapter_model.safetensors") for out in ("plain", "passes"))
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+    assert repeatable_lines(tmp_path / "plain") == repeatable_lines(tmp_path / "passes")
+    assert all(line["grad_norm"] > 0.01 for line in metric_lines(tmp_path / "passes") if "grad_norm" in line)
+
+
 def test_weight_decay_is_of_matrices_alone(train: Train, tmp_path: Path) -> None:
     """Biases of experts are stacked, and matrices of experts as well."""
     folder = make_folder(tmp_path / "model", {"model_type": "gpt_oss", "num_local_experts": 4, "head_dim": 8})

@@ -50,6 +50,15 @@ def test_what_a_run_would_do(said: Callable[..., Any], tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_two_passes_take_another_forward_and_backward(said: Callable[..., Any]) -> None:
+    def step_ms(**values: Any) -> tuple[float, str]:
+        line = said(gradients_at_once=True, **values)[1]["step"]
+        return float(re.sub(r"step +([\d.,]+) ms.*", r"\1", line).replace(",", "")), line
+
+    (one, _), (two, told) = step_ms(clip_by="last_norm"), step_ms(clip_by="two_passes")
+    assert 1.3 * one < two <= 2 * one and "of which" in told
+
+
 @pytest.mark.long
 def test_memory_of_the_host_follows_the_configuration(said: Callable[..., Any]) -> None:
     totals = {}

@@ -273,6 +273,15 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(
         assert any("score" in name for name in weights[0])
 
 
+def test_two_passes_of_a_batch_that_asks_the_model_before(config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    drawing = {"lora": True, "lora_dropout": 0.3, "clip": 0.01, "steps": 2}
+    passes = {"clip_by": "two_passes", "gradients_at_once": True}
+    both = [config("kto", **drawing, **more, out=str(tmp_path / str(len(more)))) for more in ({}, passes)]
+    assert [run(each, resume=False) for each in both] == [0, 0]
+    told = [[(line["loss"], line["grad_norm"]) for line in lines_of(each)] for each in both]
+    assert told[0] == told[1] and told[0][0][1] > 0.01
+
+
 def test_a_reference_of_another_run_is_refused(
     config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
