@@ -48,9 +48,9 @@ def test_bytes_a_parameter(formats: tuple[str, str], mode: str) -> None:
 @pytest.mark.parametrize("formats", mostly_long(BYTES_EACH, ("float32", "float32"), ("8bit", "24bit")))
 def test_gradients_at_once_have_room_for_three_layers(formats: tuple[str, str]) -> None:
     measured = run("sync", moments=formats[0], masters=formats[1], gradients="at_once")
-    of_others = (BYTES_EACH[formats] - 2) * COUNT
-    # As many as have waited at once: one at least.
-    assert of_others + 2 * LAYER <= measured["predicted"] <= 1.001 * (of_others + 3 * 2 * LAYER)
+    others = (BYTES_EACH[formats] - 2) * COUNT
+    # Where updates are faster than the device, fewer layers' gradients are there at the same time.
+    assert 0.99 * others + 2 * LAYER <= measured["predicted"] <= (others + 3 * 2 * LAYER) * 1.001
 
 
 # Bytes of a parameter: everywhere, and of three layers.
