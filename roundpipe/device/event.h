@@ -95,9 +95,6 @@ std::exception_ptr take_escaped_error();
 // this only while nothing is running.
 void set_completion_hook(std::function<void()> hook);
 
-// Blocks until `event` is complete and rethrows its error. About every 50 ms until then, throws the escaped error if
-// there is one, and calls Frontend::check_interrupt, whose exceptions pass to the caller.
-void wait_interruptible(const Event& event);
 // The calling thread waits for the engine while this lives, so that the user can do nothing for it. The waits below
 // count as one until their event completes, whenever the thread wakes up then.
 class WaitingUser {
@@ -112,6 +109,10 @@ class WaitingUser {
   // From now on, `hook` runs on every thread that begins to wait, once any() holds. There is one hook.
   static void set_hook(void (*hook)() noexcept) noexcept;
 };
+
+// Blocks until `event` is complete and rethrows its error. About every 50 ms until then, throws the escaped error if
+// there is one, and calls Frontend::check_interrupt, whose exceptions pass to the caller.
+void wait_interruptible(const Event& event);
 
 // Blocks until `event` is complete, failed or not. Throws the escaped error if there is one, because then nothing may
 // ever complete the event.
