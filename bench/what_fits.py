@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "all weights, fp32 moments": {},
     "all weights, 8-bit moments": {"moments": "8bit"},
     "all weights, least memory": LEAST,
-    "all weights, least memory, disk": LEAST | {"disk": "/nvme"},
+    "all weights, least memory, disk": LEAST | {"disk": "/nvme", "disk_holds": "masters"},
     "LoRA of rank 16": {"train": "lora"},
 }
 DISK = {"disk_both_gb_per_s": 3.0}
