@@ -135,7 +135,7 @@ TEST_CASE("gradients at once: both passes take the room of three layers, and the
     // Each step reads the moments once, and may read ahead for the next.
     int64_t moments = 0;
     for (size_t b = 0; b < optimizer.core()->block_count(); ++b)
-      moments += optimizer.core()->block(b).stored_moment_bytes(optimizer.all_options());
+      moments += optimizer.core()->block(b).stored_bytes(optimizer.all_options(), DiskHolds::kMoments);
     CHECK(optimizer.core()->disk_tier()->stats().read_bytes <= (kSteps + 1) * moments);
   }
 }
