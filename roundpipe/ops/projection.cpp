@@ -3,7 +3,6 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/Functions.h>
 #include <ATen/TensorOperators.h>
-#include <ATen/TensorUtils.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -67,17 +66,28 @@ bool may_have_own_node(const at::Tensor& input, const at::Tensor& weight) {
          input.is_contiguous() && weight.is_contiguous() && !torch_compat::autocasts(input.device().type());
 }
 
-// The input's gradient of input @ matrix^T, for matrix_of(numbers).
+// Whether at::matmul multiplies all rows at once: it does where they are a matrix without a copy.
+bool is_folded(const at::Tensor& input) {
+  if (input.numel() == 0) return true;
+  for (int64_t d = 0; d + 2 < input.dim(); ++d) {
+    if (input.stride(d) != input.stride(d + 1) * input.size(d + 1)) return false;
+  }
+  return true;
+}
+
+// The input's gradient of input @ matrix^T, for matrix_of(numbers), by the products that autograd makes.
 template <typename MatrixOf>
 auto backward_of(const at::Tensor& input, const MatrixOf& matrix_of) {
-  const int64_t width = input.size(-1);
+  const int64_t width = input.size(-1), rows = input.size(-2);
   const std::vector<int64_t> of_rows = {width == 0 ? 0 : input.numel() / width, width};
-  // As reshape() makes the rows: a view, or a contiguous copy.
-  const auto viewed = at::detail::computeStride(input.sizes(), input.strides(), of_rows);
-  return [matrix_of, sizes = input.sizes().vec(), of_rows, strides = viewed.value_or(std::vector<int64_t>{width, 1})](
-             const at::Tensor& gradient, const at::Tensor& numbers) {
+  const bool folded = is_folded(input);
+  const std::vector<int64_t> strides = {input.stride(-2), input.stride(-1)};
+  return [matrix_of, sizes = input.sizes().vec(), of_rows, strides, rows, folded](const at::Tensor& gradient,
+                                                                                 const at::Tensor& numbers) {
     const at::Tensor matrix = matrix_of(numbers);
-    return left_gradient(gradient.reshape({-1, matrix.size(0)}), matrix, of_rows, strides).view(sizes);
+    if (folded) return left_gradient(gradient.reshape({-1, matrix.size(0)}), matrix, of_rows, strides).view(sizes);
+    const at::Tensor batches = gradient.reshape({-1, rows, matrix.size(0)});
+    return batches.bmm(matrix.expand({batches.size(0), -1, -1})).view(sizes);
   };
 }
 

@@ -33,7 +33,10 @@ void compare(const Weight& weight, const Tensor& input, const Tensor& bias, cons
     return found;
   };
   const std::vector<Tensor> plain = run(weight.values()), own = run(weight);
+  CAPTURE(input.sizes());
+  CAPTURE(input.scalar_type());
   for (size_t i = 0; i < plain.size(); ++i) {
+    CAPTURE(i);
     CHECK((plain[i].scalar_type() == own[i].scalar_type()));
     CHECK(at::equal(plain[i], own[i]));
   }
