@@ -21,8 +21,12 @@ DiskHolds parse_disk_holds(const std::string& name) {
 }
 
 void check(const DiskOptions& disk) {
-  if (disk.is_on() || disk.holds == DiskHolds::kMoments) return;
-  throw std::invalid_argument("[disk] disk_holds is 'masters' without disk; name a folder on a disk as well");
+  if (disk.is_on()) return;
+  const char* const given = disk.memory_bytes > 0               ? "disk_memory is given"
+                            : disk.holds != DiskHolds::kMoments ? "disk_holds is 'masters'"
+                                                                : nullptr;
+  if (given != nullptr)
+    throw std::invalid_argument(concat("[disk] ", given, " without disk; name a folder on a disk as well"));
 }
 
 }  // namespace roundpipe

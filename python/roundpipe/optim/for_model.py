@@ -105,8 +105,6 @@ class ForModel(BoundOptimizer):
         formats.check()
         if disk is not None and not os.fspath(disk).strip():
             raise ValueError(f"[optim] disk is {disk!r}, expected a folder on a disk, or None for all in memory")
-        if disk is None and disk_memory is not None:
-            raise ValueError("[optim] disk_memory is given without disk; name a folder on a disk as well")
         self.disk = _core.DiskOptions(
             "" if disk is None else os.fspath(disk), budget_of(disk_memory, "disk_memory") or 0, disk_holds
         )

@@ -120,7 +120,7 @@ def used_instruction_set(instruction_set: str) -> Iterator[None]:
 def test_signature_is_torchs(name: str) -> None:
     ours = inspect.signature(getattr(optim, name)).parameters
     theirs = inspect.signature(getattr(torch.optim, name)).parameters
-    added = {"groups", "decay_norms_and_biases", "moments", "masters", "gradients", "disk", "disk_memory"}
+    added = {"groups", "decay_norms_and_biases", "moments", "masters", "gradients", "disk", "disk_memory", "disk_holds"}
     assert [p for p in ours.values() if p.name not in added] == list(theirs.values())
     assert all(ours[extra].kind is inspect.Parameter.KEYWORD_ONLY for extra in added)
     assert issubclass(getattr(optim, name), getattr(torch.optim, name))

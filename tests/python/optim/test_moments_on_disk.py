@@ -138,7 +138,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     model = RoundPipe(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), name="refused")
     with pytest.raises(ValueError, match=r"\[optim\] disk is '', expected a folder"):
         roundpipe.optim.AdamW(model, disk="")
-    with pytest.raises(ValueError, match=r"\[optim\] disk_memory is given without disk"):
+    with pytest.raises(ValueError, match=r"\[disk\] disk_memory is given without disk"):
         roundpipe.optim.AdamW(model, disk_memory="1GB")
     with pytest.raises(ValueError, match=r"\[disk\] disk_holds is 'masters' without disk"):
         roundpipe.optim.AdamW(model, disk_holds="masters")
