@@ -103,8 +103,9 @@ class Optimizer {
   // For exact clipping in two passes by an optimizer that uses gradients at once: returns the norm of the gradients of
   // the last forward_backward, which are dropped as they land, and leaves everything as it was before that call, so
   // that the same batch draws the same random numbers again. After that batch's second forward_backward, a step with
-  // ClipBy::kMeasuredNorm clips by this norm. Blocks until the last gradient has landed. Throws std::invalid_argument
-  // if another optimizer was made since, gradients wait for steps, or there are none; or what a step or call threw.
+  // ClipBy::kMeasuredNorm clips by this norm; it refuses another batch, whose losses tell. Blocks until the last
+  // gradient has landed. Throws std::invalid_argument if another optimizer was made since, gradients wait for steps, or
+  // there are none; or what a step or call threw.
   double measure_gradients();
 
   // The hyperparameters of all groups, of group `index`, and of the last one, which is that of the rule. Changes hold

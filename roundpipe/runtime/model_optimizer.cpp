@@ -214,6 +214,7 @@ std::shared_ptr<StepRun> ModelOptimizer::step(std::vector<Hyperparameters> group
   check_at_once(options, loss_scale);
   require_engine();
   require_callers_thread();
+  if (options.clip_by == ClipBy::kMeasuredNorm) require_measured_batch();
   // At once, the last step's weights have been read by now, so it has finished, or is about to.
   at_once() ? reap(0) : make_room();
   adopt_replaced();
@@ -272,6 +273,26 @@ void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale
     refuse_pass("the measured gradients have been dropped", "the same batch's forward_backward again");
 }
 
+std::vector<ModelOptimizer::Losses> ModelOptimizer::losses_of_gradients() const {
+  std::vector<Losses> losses;
+  for (const auto& pipeline : pipelines_) {
+    pipeline->wait_losses();
+    const CallPtr call = pipeline->call_of_gradients();
+    losses.push_back(call ? call->losses : Losses());
+  }
+  return losses;
+}
+
+void ModelOptimizer::require_measured_batch() const {
+  const bool same = std::ranges::equal(
+      measured_losses_, losses_of_gradients(),
+      [](const Losses& first, const Losses& again) { return std::ranges::equal(first, again, are_same_losses); });
+  if (same) return;
+  throw std::invalid_argument(
+      "[step] the losses of this batch are others than those of the measured one, expected the same batch, in the same "
+      "microbatches; measure this one, too, or clip by the last step's norm");
+}
+
 double ModelOptimizer::measure_gradients() {
   if (!at_once()) {
     throw std::invalid_argument(
@@ -287,6 +308,7 @@ double ModelOptimizer::measure_gradients() {
         "[measure_gradients] there are no gradients, expected a forward_backward since the last step or measurement");
   }
   std::vector<CallPtr> calls;
+  std::vector<Losses> losses = losses_of_gradients();
   for (const auto& pipeline : pipelines_) calls.push_back(pipeline->call_of_gradients());
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) gradients[&pipeline->model()] = pipeline->take_gradients();
@@ -304,6 +326,7 @@ double ModelOptimizer::measure_gradients() {
     if (calls[p]) pipelines_[p]->undo(*calls[p]);
   }
   measured_norm_ = measurement->norm();
+  measured_losses_ = std::move(losses);
   return *measured_norm_;
 }
 

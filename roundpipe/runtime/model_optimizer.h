@@ -175,7 +175,13 @@ class ModelOptimizer {
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
   std::optional<double> last_norm_;
-  std::optional<double> measured_norm_;  // until the next step
+  std::optional<double> measured_norm_;                 // until the next step
+  using Losses = std::vector<std::vector<at::Tensor>>;  // of a call, by microbatch
+  std::vector<Losses> measured_losses_;                 // of each pipeline's call that was measured
+  // Of the calls whose gradients no step has taken; waits for them.
+  std::vector<Losses> losses_of_gradients() const;
+  // Throws std::invalid_argument unless the losses are those that were measured.
+  void require_measured_batch() const;
 };
 
 }  // namespace roundpipe::runtime

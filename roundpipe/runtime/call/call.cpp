@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/allclose.h>
 
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/runtime/call/fail_with.h>
@@ -167,6 +168,12 @@ std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) co
   const MutexLock lock(mutex_);
   const auto found = snapshots_.find({layer, microbatch});
   return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool are_same_losses(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& again) {
+  return std::ranges::equal(first, again, [](const at::Tensor& a, const at::Tensor& b) {
+    return a.sizes() == b.sizes() && at::allclose(a, b, /*rtol=*/1e-3, /*atol=*/1e-5, /*equal_nan=*/true);
+  });
 }
 
 }  // namespace roundpipe::runtime

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/allclose.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/strides.h>
 
@@ -133,11 +132,7 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
 void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch) {
   const at::NoGradGuard no_grad;
   if (sent_before(kLosses)) {
-    bool same = losses.size() == losses_.size();
-    for (size_t i = 0; same && i < losses.size(); ++i) {
-      same = at::allclose(losses[i], losses_[i], /*rtol=*/1e-3, /*atol=*/1e-5, /*equal_nan=*/true);
-    }
-    if (same) return;
+    if (are_same_losses(losses_, losses)) return;
     throw Error(concat("[forward_backward] memory ran out in the backward of microbatch ", microbatch,
                        ", and its loss, computed again, is a different one; expected one that depends only on its "
                        "arguments; this step is dropped"));

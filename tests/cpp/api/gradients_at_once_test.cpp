@@ -224,6 +224,10 @@ TEST_CASE("gradients at once: what needs all of them is refused, and nothing has
   CHECK(contains(told([&] { at_once.model.measure_gradients(at_once.optimizer); }), "there are no gradients"));
   CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, AtOnce::kMeasured); }),
                  "the measured gradients have been dropped"));
+  at_once.forward_backward(1);
+  CHECK(contains(told([&] { at_once.model.step(at_once.optimizer, AtOnce::kMeasured); }),
+                 "the losses of this batch are others than those of the measured one"));
+  at_once.model.measure_gradients(at_once.optimizer);
   at_once.forward_backward(0);
   for (AtOnce* const each : {&plain, &at_once}) each->model.step(each->optimizer, kSynchronous);
   CHECK(same_state(at_once.state(), plain.state()));
