@@ -87,6 +87,7 @@ def test_masters_follow_the_model_to_another_optimizer(tmp_path: Path) -> None:
 HOLDS = mostly_long(["moments", "masters"], "masters")
 
 
+@pytest.mark.timeout(3600)  # a life takes some seconds
 @pytest.mark.parametrize("kills", mostly_long([4, 200], 4))
 @pytest.mark.parametrize("holds", HOLDS)
 def test_killed_runs_leave_nothing_and_go_on_with_the_same_bits(holds: str, kills: int, tmp_path: Path) -> None:
