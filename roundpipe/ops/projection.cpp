@@ -83,7 +83,7 @@ auto backward_of(const at::Tensor& input, const MatrixOf& matrix_of) {
   const bool folded = is_folded(input);
   const std::vector<int64_t> strides = {input.stride(-2), input.stride(-1)};
   return [matrix_of, sizes = input.sizes().vec(), of_rows, strides, rows, folded](const at::Tensor& gradient,
-                                                                                 const at::Tensor& numbers) {
+                                                                                  const at::Tensor& numbers) {
     const at::Tensor matrix = matrix_of(numbers);
     if (folded) return left_gradient(gradient.reshape({-1, matrix.size(0)}), matrix, of_rows, strides).view(sizes);
     const at::Tensor batches = gradient.reshape({-1, rows, matrix.size(0)});

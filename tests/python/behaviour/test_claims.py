@@ -36,8 +36,11 @@ CODE = re.compile(r"`([^`]+)`")
 PRESETS = ["qwen3-1.7b", "llama3.1-8b", "gpt-oss-20b", "qwen3-32b", "qwen3-235b-lora"]
 # What stands for something else in the commands of the pages.
 STANDS_FOR = {
-    **{"CARDS": "cuda:0,cuda:1", "PUBLISHED": "published", "DEEPSPEED": "deepspeed"},
-    **{"TORCHAO": "torchao", "BITSANDBYTES": "bitsandbytes"},
+    "CARDS": "cuda:0,cuda:1",
+    "PUBLISHED": "published",
+    "DEEPSPEED": "deepspeed",
+    "TORCHAO": "torchao",
+    "BITSANDBYTES": "bitsandbytes",
 }
 PROGRAMS = {f"bench/{name}.py" for name in [*NAMES, "gpu/kit"]}
 
