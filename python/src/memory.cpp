@@ -175,13 +175,13 @@ void bind_memory_simulator(py::module_& module) {
       .value("ASYNCHRONOUS", Steps::kAsynchronous);
   module.def(
       "narrower_formats",
-      [](const OptimizerMemory& optimizer, Steps steps) {
+      [](const OptimizerMemory& optimizer, Steps steps, std::optional<c10::ScalarType> weights) {
         std::vector<std::vector<std::pair<std::string, std::string>>> changes;
-        for (const NarrowerOptimizer& way : narrower_formats(optimizer, steps))
+        for (const NarrowerOptimizer& way : narrower_formats(optimizer, steps, weights))
           changes.emplace_back(way.changes.begin(), way.changes.end());
         return changes;
       },
-      py::arg("optimizer"), py::arg("steps"));
+      py::arg("optimizer"), py::arg("steps"), py::arg("weights") = py::none());
   module.def(
       "require_host",
       [](const std::string& where, const std::string& name, int64_t budget_bytes,

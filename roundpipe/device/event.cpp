@@ -92,6 +92,8 @@ void Event::fire_at(double time_ms) noexcept { finish(State::kFired, nullptr, ti
 
 void Event::fail(std::exception_ptr error) noexcept { finish(State::kFailed, std::move(error), now_ms()); }
 
+void Event::end(std::exception_ptr error) noexcept { error ? fail(std::move(error)) : fire(); }
+
 std::unique_lock<std::mutex> Event::locked() const {
   return is_left_behind() ? std::unique_lock<std::mutex>() : std::unique_lock(mutex_);
 }

@@ -31,6 +31,8 @@ class Event {
   void fire_at(double time_ms) noexcept;
   // Does nothing if the event is complete already, so the first error wins.
   void fail(std::exception_ptr error) noexcept;
+  // Fails if there is an error, else fires.
+  void end(std::exception_ptr error) noexcept;
 
   bool complete() const;
   // The error of a failed event; null if it is pending or has fired.

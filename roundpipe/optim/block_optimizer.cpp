@@ -186,7 +186,7 @@ at::Tensor BlockOptimizer::remainder_copy(size_t parameter) const {
   const at::Tensor& known = remainder(parameter);
   if (!known.defined() || !known.is_meta()) return known;
   BlockStates::Hold hold = remainders_.on_disk->hold();
-  return hold[number_of(parameter)].tensors.front().clone();
+  return remainder(parameter, hold).clone();
 }
 
 void BlockOptimizer::set_remainder(size_t parameter, const at::Tensor& saved) {

@@ -16,8 +16,12 @@ std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights, MasterFo
   return std::nullopt;
 }
 
+bool has_masters(c10::ScalarType weights, MasterFormat format) {
+  return format == MasterFormat::kFloat32 || weights == at::kBFloat16;
+}
+
 void check_masters(MasterFormat format, c10::ScalarType weights, const std::string& name) {
-  if (format == MasterFormat::kFloat32 || weights == at::kBFloat16) return;
+  if (has_masters(weights, format)) return;
   throw std::invalid_argument(concat("[optim] parameter '", name, "' is ", c10::toString(weights),
                                      ", expected bfloat16, which alone has masters of 24 bits; convert it, or let "
                                      "masters be fp32"));

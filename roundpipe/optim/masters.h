@@ -15,6 +15,8 @@ namespace roundpipe::optim {
 // weight is, int16, or int8 for masters of 24 bits; float32 for fp16. None for other dtypes.
 std::optional<c10::ScalarType> remainder_dtype(c10::ScalarType weights, MasterFormat format);
 
+// Whether trained weights of such a dtype can have such masters.
+bool has_masters(c10::ScalarType weights, MasterFormat format);
 // Throws std::invalid_argument, which names the parameter, for trained weights that cannot have such masters.
 void check_masters(MasterFormat format, c10::ScalarType weights, const std::string& name);
 

@@ -179,7 +179,7 @@ void ModelOptimizer::restart_masters(size_t block, const std::vector<size_t>& pa
 }
 
 void ModelOptimizer::accept_weights() {
-  measured_norm_.reset();
+  measured_.reset();
   for (const auto& block : *blocks_) {
     block->see();
     block->optimizer.forget_written();
@@ -199,7 +199,7 @@ void ModelOptimizer::reap(size_t at_most) {
     }
     runs_.pop_front();
     if (const std::exception_ptr error = run->finished()->error()) std::rethrow_exception(error);
-    if (run->measures_late() && std::isfinite(run->norm())) last_norm_ = run->norm();
+    if (const std::optional<double> norm = run->norm_for_next()) last_norm_ = norm;
   }
 }
 
@@ -266,27 +266,30 @@ void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale
     throw std::invalid_argument(concat("[step] ", frontend().option("clip_by", "measured_norm"), " is given, and ",
                                        what, ", expected ", expected, " before this step"));
   };
-  if (!measured_norm_)
+  if (!measured_)
     refuse_pass("no norm has been measured since the last step",
                 "measure_gradients, and the same batch's forward_backward again,");
   if (!has_gradients())
     refuse_pass("the measured gradients have been dropped", "the same batch's forward_backward again");
 }
 
-std::vector<ModelOptimizer::Losses> ModelOptimizer::losses_of_gradients() const {
+std::vector<CallPtr> ModelOptimizer::calls_of_gradients() const {
+  std::vector<CallPtr> calls;
+  for (const auto& pipeline : pipelines_) calls.push_back(pipeline->call_of_gradients());
+  return calls;
+}
+
+std::vector<ModelOptimizer::Losses> ModelOptimizer::losses_of(const std::vector<CallPtr>& calls) {
   std::vector<Losses> losses;
-  for (const auto& pipeline : pipelines_) {
-    pipeline->wait_losses();
-    const CallPtr call = pipeline->call_of_gradients();
-    losses.push_back(call ? call->losses : Losses());
-  }
+  for (const CallPtr& call : calls) losses.push_back(call ? call->losses : Losses());
   return losses;
 }
 
 void ModelOptimizer::require_measured_batch() const {
+  for (const auto& pipeline : pipelines_) pipeline->wait_losses();
   const bool same = std::ranges::equal(
-      measured_losses_, losses_of_gradients(),
-      [](const Losses& first, const Losses& again) { return std::ranges::equal(first, again, are_same_losses); });
+      losses_of(calls_of_gradients()), measured_->losses,
+      [](const Losses& again, const Losses& first) { return std::ranges::equal(again, first, are_same_losses); });
   if (same) return;
   throw std::invalid_argument(
       "[step] the losses of this batch are others than those of the measured one, expected the same batch, in the same "
@@ -307,9 +310,7 @@ double ModelOptimizer::measure_gradients() {
     throw std::invalid_argument(
         "[measure_gradients] there are no gradients, expected a forward_backward since the last step or measurement");
   }
-  std::vector<CallPtr> calls;
-  std::vector<Losses> losses = losses_of_gradients();
-  for (const auto& pipeline : pipelines_) calls.push_back(pipeline->call_of_gradients());
+  const std::vector<CallPtr> calls = calls_of_gradients();
   std::map<const ModelState*, std::vector<memory::GradientBlockPtr>> gradients;
   for (const auto& pipeline : pipelines_) gradients[&pipeline->model()] = pipeline->take_gradients();
   std::vector<GradientMeasurement::Block> measured;
@@ -325,9 +326,8 @@ double ModelOptimizer::measure_gradients() {
   for (size_t p = 0; p < pipelines_.size(); ++p) {
     if (calls[p]) pipelines_[p]->undo(*calls[p]);
   }
-  measured_norm_ = measurement->norm();
-  measured_losses_ = std::move(losses);
-  return *measured_norm_;
+  measured_ = {measurement->norm(), losses_of(calls)};
+  return measured_->norm;
 }
 
 std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> groups, const StepOptions& options,
@@ -385,11 +385,8 @@ std::shared_ptr<StepRun> ModelOptimizer::run_step(std::vector<Hyperparameters> g
   }
   std::optional<double> given_norm;
   if (options.clip_by == ClipBy::kLastNorm) given_norm = last_norm_;
-  if (options.clip_by == ClipBy::kMeasuredNorm) {
-    given_norm = measured_norm_;
-    if (std::isfinite(*given_norm)) last_norm_ = given_norm;
-  }
-  measured_norm_.reset();
+  if (options.clip_by == ClipBy::kMeasuredNorm) given_norm = measured_->norm;
+  measured_.reset();
   const auto run = std::make_shared<StepRun>(next_number(), std::move(steps), std::move(groups), options, loss_scale,
                                              blocks_, nodes_, ++turn_, at_once(), given_norm);
   runs_.push_back(run);

@@ -162,6 +162,18 @@ class ModelOptimizer {
   bool at_once() const;
   bool has_gradients() const;
   void check_at_once(const StepOptions& options, double loss_scale) const;
+  // What measure_gradients() has found, and the losses of each pipeline's call, by microbatch.
+  using Losses = std::vector<std::vector<at::Tensor>>;
+  struct Measured {
+    double norm;
+    std::vector<Losses> losses;
+  };
+  // Of each pipeline, the call whose gradients no step has taken; null: there is none.
+  std::vector<CallPtr> calls_of_gradients() const;
+  // REQUIRES: they are there.
+  static std::vector<Losses> losses_of(const std::vector<CallPtr>& calls);
+  // Throws std::invalid_argument unless the losses, for which it waits, are those that were measured.
+  void require_measured_batch() const;
   std::shared_ptr<StepRun> run_step(std::vector<optim::Hyperparameters> groups, const StepOptions& options,
                                     double loss_scale, const std::exception_ptr& failure);
 
@@ -175,13 +187,7 @@ class ModelOptimizer {
   std::vector<optim::Hyperparameters> groups_;
   std::deque<std::shared_ptr<StepRun>> runs_;  // oldest first
   std::optional<double> last_norm_;
-  std::optional<double> measured_norm_;                 // until the next step
-  using Losses = std::vector<std::vector<at::Tensor>>;  // of a call, by microbatch
-  std::vector<Losses> measured_losses_;                 // of each pipeline's call that was measured
-  // Of the calls whose gradients no step has taken; waits for them.
-  std::vector<Losses> losses_of_gradients() const;
-  // Throws std::invalid_argument unless the losses are those that were measured.
-  void require_measured_batch() const;
+  std::optional<Measured> measured_;  // until the next step
 };
 
 }  // namespace roundpipe::runtime

@@ -115,7 +115,7 @@ void Snapshot::freeze_state(Unit& unit) {
 void Snapshot::wait_ready() {
   if (step_) {
     step_->finished()->wait();
-    if (step_->measures_late() && std::isfinite(step_->norm())) last_norm_ = step_->norm();
+    if (const std::optional<double> norm = step_->norm_for_next()) last_norm_ = norm;
   }
   for (const Block& block : blocks_) {
     block.contents.newest->published->wait();

@@ -10,6 +10,7 @@
 #include <roundpipe/core/frontend.h>
 #include <roundpipe/memory/gradient_room.h>
 #include <roundpipe/optim/block_optimizer.h>
+#include <roundpipe/optim/masters.h>
 #include <roundpipe/optim/muon_parameters.h>
 #include <roundpipe/simulate/memory_simulator.h>
 #include <roundpipe/storage/division.h>
@@ -67,7 +68,8 @@ std::string smaller(const HostPrediction& wanted, int64_t budget_bytes,
 
 }  // namespace
 
-std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps) {
+std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps,
+                                                std::optional<c10::ScalarType> weights) {
   std::vector<NarrowerOptimizer> levels{{optimizer, {}}};
   const auto narrow = [&](auto format, auto from, auto to, const char* option, const char* value) {
     if (optimizer.format.*format != from) return;
@@ -80,7 +82,10 @@ std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer
     narrow(&optim::StateFormat::moments, optim::MomentFormat::kFloat32, optim::MomentFormat::kBlockwise8Bit, "moments",
            "8bit");
   }
-  narrow(&optim::StateFormat::masters, optim::MasterFormat::kFloat32, optim::MasterFormat::k24Bit, "masters", "24bit");
+  if (!weights || optim::has_masters(*weights, optim::MasterFormat::k24Bit)) {
+    narrow(&optim::StateFormat::masters, optim::MasterFormat::kFloat32, optim::MasterFormat::k24Bit, "masters",
+           "24bit");
+  }
   std::vector<NarrowerOptimizer> ways(levels.begin() + 1, levels.end());
   if (optimizer.gradients_at_once || optimizer.nodes > 1 || steps == Steps::kAsynchronous) return ways;
   for (size_t i = 0; i < levels.size(); ++i) {

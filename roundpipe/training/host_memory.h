@@ -51,7 +51,9 @@ struct NarrowerOptimizer {
 
 // The formats in which `optimizer` takes less, in the order in which to try them. Gradients that are used at once need
 // synchronous steps; as they change no state, they come before other formats where steps are known to be synchronous.
-std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps);
+// `weights`: those of the model, if they are known: some have no masters of fewer bits.
+std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps,
+                                                std::optional<c10::ScalarType> weights = std::nullopt);
 
 // Throws BudgetExceeded, with the smallest change that would fit, if what `predict` says of `optimizer` is more than
 // `budget_bytes`. `optimizer`: none: nobody knows which it will be.

@@ -277,7 +277,7 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
     if not forecast.host_fits:
-        yield from _of_the_optimizer(config)
+        yield from _of_the_optimizer(config, next(forecast.shapes.model.parameters()).dtype)
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
     length = config.length if forecast.pictures is None else 0  # a shorter one leaves samples out
@@ -286,10 +286,10 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
         yield f"--length {length}", dataclasses.replace(config, length=length, microbatches=None, batch_tokens=None)
 
 
-def _of_the_optimizer(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+def _of_the_optimizer(config: TrainConfig, weights: torch.dtype) -> Iterator[tuple[str, TrainConfig]]:
     """The changes with which it takes less of the host."""
     steps = _core.Steps.ASYNCHRONOUS if config.asynchronous else _core.Steps.SYNCHRONOUS
-    for way in rule_of(config).narrower(steps):
+    for way in rule_of(config).narrower(steps, weights):
         if way.get("gradients_at_once") and config.clip and config.clip_by == "norm":
             way |= {"clip_by": "last_norm"}
         given = {f"--{name.replace('_', '-')}": value for name, value in way.items()}

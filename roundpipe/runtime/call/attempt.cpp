@@ -38,12 +38,7 @@ EventPtr Attempt::new_event() {
 EventPtr Attempt::follow(const EventPtr& event) {
   if (!event || event->complete() || !call_->options.fault_tolerant) return event;
   EventPtr own = new_event();
-  event->then(
-      [event, own] {
-        if (const std::exception_ptr error = event->error()) return own->fail(error);
-        own->fire();
-      },
-      [own](const std::exception_ptr& error) { own->fail(error); });
+  event->then([event, own] { own->end(event->error()); }, [own](const std::exception_ptr& error) { own->fail(error); });
   return own;
 }
 

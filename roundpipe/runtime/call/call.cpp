@@ -170,8 +170,8 @@ std::optional<Call::BufferSnapshot> Call::snapshot(int layer, int microbatch) co
   return found == snapshots_.end() ? std::nullopt : std::optional(found->second);
 }
 
-bool are_same_losses(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& again) {
-  return std::ranges::equal(first, again, [](const at::Tensor& a, const at::Tensor& b) {
+bool are_same_losses(const std::vector<at::Tensor>& again, const std::vector<at::Tensor>& first) {
+  return std::ranges::equal(again, first, [](const at::Tensor& a, const at::Tensor& b) {
     return a.sizes() == b.sizes() && at::allclose(a, b, /*rtol=*/1e-3, /*atol=*/1e-5, /*equal_nan=*/true);
   });
 }

@@ -216,6 +216,6 @@ class Call : public std::enable_shared_from_this<Call> {
 using CallPtr = std::shared_ptr<Call>;
 
 // Whether losses that were computed twice are the same: some devices' kernels round anew each time.
-bool are_same_losses(const std::vector<at::Tensor>& first, const std::vector<at::Tensor>& again);
+bool are_same_losses(const std::vector<at::Tensor>& again, const std::vector<at::Tensor>& first);
 
 }  // namespace roundpipe::runtime

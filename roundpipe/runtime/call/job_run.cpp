@@ -31,12 +31,7 @@ void JobRun::hand_on_buffers(bool keep_old) {
   // A job that was skipped because the call has failed must not tell others that it has written its buffers.
   const std::exception_ptr error = call->error();
   for (const device::EventPtr& after : buffers_after) {
-    if (!after || after->complete()) continue;
-    if (error) {
-      after->fail(error);
-    } else {
-      after->fire();
-    }
+    if (after && !after->complete()) after->end(error);
   }
 }
 

@@ -50,11 +50,7 @@ void GradientMeasurement::measure(Block& block) {
   if (--to_measure_ > 0) return;
   norm_ = norm_of_squares(blocks_);
   owner_.reset();
-  if (error_) {
-    finished_->fail(error_);
-  } else {
-    finished_->fire();
-  }
+  finished_->end(error_);
 }
 
 }  // namespace roundpipe::runtime

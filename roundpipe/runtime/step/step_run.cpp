@@ -180,6 +180,11 @@ void StepRun::set_clip(float norm) {
   scaling_.clip = factor > 1.0F ? 1.0F : factor;
 }
 
+std::optional<double> StepRun::norm_for_next() const {
+  const bool is_told = at_once_ && max_norm_ > 0 && std::isfinite(norm_);
+  return is_told ? std::optional(norm_) : std::nullopt;
+}
+
 void StepRun::decide() {
   if (error_) return decided_->fail(error_);
   const float norm = norm_of_squares(blocks_);
@@ -273,11 +278,7 @@ void StepRun::finish(BlockStep& step) {
   }
   if (measures_late() && abandoned_ == 0 && !error_) norm_ = norm_of_squares(blocks_);
   owner_.reset();
-  if (error_) {
-    finished_->fail(error_);
-  } else {
-    finished_->fire();
-  }
+  finished_->end(error_);
 }
 
 }  // namespace roundpipe::runtime

@@ -79,6 +79,8 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   const device::EventPtr& decided() const { return decided_; }
   // Whether the norm is known only when the step has finished.
   bool measures_late() const { return at_once_ && max_norm_ > 0 && !is_measured_; }
+  // What the next step clips by if it goes by this one's norm; none: it was not measured. REQUIRES: finished.
+  std::optional<double> norm_for_next() const;
   // Fires when the norm is known; fails if it never will be.
   const device::EventPtr& measured() const { return measures_late() ? finished_ : decided_; }
   // Fires when every block is published; fails if one could not be, or if the step could not be decided.

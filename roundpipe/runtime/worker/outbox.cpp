@@ -132,7 +132,7 @@ void Outbox::send_values(JobRun& run, const Flow& flow, int boundary, int microb
 void Outbox::send_losses(JobRun& run, const std::vector<at::Tensor>& losses, int microbatch) {
   const at::NoGradGuard no_grad;
   if (sent_before(kLosses)) {
-    if (are_same_losses(losses_, losses)) return;
+    if (are_same_losses(losses, losses_)) return;
     throw Error(concat("[forward_backward] memory ran out in the backward of microbatch ", microbatch,
                        ", and its loss, computed again, is a different one; expected one that depends only on its "
                        "arguments; this step is dropped"));

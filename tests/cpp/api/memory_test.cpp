@@ -405,6 +405,10 @@ TEST_SUITE("predicted memory") {
     adamw.gradients_at_once = true;
     CHECK(ways(adamw, Steps::kSynchronous) == Ways{"8bit", "8bit 24bit"});
     CHECK(ways({.algorithm = optim::Algorithm::kMuon, .nodes = 2}, Steps::kSynchronous) == Ways{"24bit"});
+    // Masters of 24 bits are those of bf16 weights alone.
+    CHECK(narrower_formats(adamw, Steps::kAsynchronous, at::kBFloat16).size() == 2);
+    for (const auto dtype : {at::kFloat, at::kHalf})
+      CHECK(narrower_formats(adamw, Steps::kAsynchronous, dtype).size() == 1);
   }
 
   TEST_CASE("a device without memory for a step says what would fit") {

@@ -50,6 +50,12 @@ def test_what_a_run_would_do(said: Callable[..., Any], tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_host_that_is_too_small_has_a_verdict_for_weights_of_any_dtype(dtype: str, said: Callable[..., Any]) -> None:
+    fits, lines = said(dtype=dtype, host_memory="1MB")
+    assert not fits and lines["does"].startswith("does not fit (predicted): the host needs ")
+
+
 def test_two_passes_take_another_forward_and_backward(said: Callable[..., Any]) -> None:
     found = re.match(
         r"step +([\d.,]+) ms .*of which ([\d.,]+) ms", said(gradients_at_once=True, clip_by="two_passes")[1]["step"]

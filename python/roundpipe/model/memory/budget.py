@@ -135,13 +135,17 @@ class UpdateRule:
         algorithm: _core.Algorithm = getattr(_core.Algorithm, self.optimizer.upper())
         return algorithm, hyper, _core.StateFormat(moments[self.moments], masters[self.masters])
 
-    def narrower(self, steps: _core.Steps) -> list[dict[str, Any]]:
-        """Changes of this rule with which it takes less of the host, in the order in which to try them."""
+    def narrower(self, steps: _core.Steps, weights: torch.dtype | None = None) -> list[dict[str, Any]]:
+        """Changes of this rule with which it takes less of the host, in the order in which to try them.
+
+        Args:
+            weights: those of the model, if they are known.
+        """
 
         def as_field(name: str, value: str) -> tuple[str, Any]:
             return ("gradients_at_once", True) if name == "gradients" else (name, value)
 
-        ways = _core.narrower_formats(_memory_of(self), steps)
+        ways = _core.narrower_formats(_memory_of(self), steps, weights)
         return [dict(as_field(*change) for change in changes) for changes in ways]
 
     def traffic(self, weights: torch.dtype = torch.bfloat16) -> float:

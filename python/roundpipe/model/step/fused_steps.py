@@ -24,10 +24,10 @@ from roundpipe.model.step.scaler import GradScaler, synchronize_scales
 from roundpipe.model.step.uninterrupted import uninterrupted
 
 
-def refuse_optimizer(optimizer: torch.optim.Optimizer) -> NoReturn:
+def refuse_optimizer(optimizer: torch.optim.Optimizer, where: str = "step") -> NoReturn:
     """Raises ValueError: `optimizer` does not update the model in place."""
     raise ValueError(
-        f"[step] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
+        f"[{where}] the {type(optimizer).__name__} was not made for this model (or another one was made since); "
         "make it with roundpipe.optim.AdamW(model, ...), or give step a function that calls optimizer.step()"
     )
 
@@ -107,7 +107,7 @@ class FusedSteps(StepGroup):
     ) -> Step:
         """See `RoundPipe.step`."""
         _core.require_engine()
-        own = self._require_own(optimizer)
+        own = self._require_own(optimizer, "step")
         if clip_by not in CLIP_BY:
             raise ValueError(f"[step] clip_by is {clip_by!r}, expected {' or '.join(map(repr, CLIP_BY))}")
         step_options = _core.StepOptions(is_async, max_grad_norm, CLIP_BY[clip_by])
@@ -143,14 +143,14 @@ class FusedSteps(StepGroup):
     def measure_gradients(self, optimizer: torch.optim.Optimizer) -> float:
         """See `RoundPipe.measure_gradients`."""
         _core.require_engine()
-        self._require_own(optimizer)
+        self._require_own(optimizer, "measure_gradients")
         self.check_trainable()
         self.finish_update()
         return self._core.measure_gradients()
 
-    def _require_own(self, optimizer: torch.optim.Optimizer) -> BoundOptimizer:
+    def _require_own(self, optimizer: torch.optim.Optimizer, where: str) -> BoundOptimizer:
         if not isinstance(optimizer, BoundOptimizer) or optimizer.binding is not self.binding:
-            refuse_optimizer(optimizer)
+            refuse_optimizer(optimizer, where)
         return optimizer
 
     def finish_update(self) -> None:

@@ -140,7 +140,7 @@ class TorchSteps(StepGroup):
     def measure_gradients(self, optimizer: torch.optim.Optimizer) -> NoReturn:
         """Raises ValueError: no fused optimizer was made for the models."""
         _core.require_engine()
-        refuse_optimizer(optimizer)
+        refuse_optimizer(optimizer, "measure_gradients")
 
     def step(self, step_fn: Callable[..., Any], is_async: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See `RoundPipe.step`."""
