@@ -328,6 +328,8 @@ void check_update_rule(const OptionValues& values) {
     refuse("clip_by", clip_by, "norm with --clip 0, which has no use for two passes");
   if (at_once && is_set(values, "asynchronous"))
     refuse("gradients_at_once", true, "it without --asynchronous, whose updates come later");
+  if (at_once && text_of(values, "dtype") == "float16")
+    refuse("gradients_at_once", true, "it with weights in bfloat16 or float32, whose losses are not scaled");
   if (at_once && by_own && clips) {
     refuse("gradients_at_once", true,
            "--clip-by last_norm, --clip-by two_passes or --clip 0 with it, as the norm of a step needs all of its "

@@ -51,7 +51,8 @@ struct NarrowerOptimizer {
 
 // The formats in which `optimizer` takes less, in the order in which to try them. Gradients that are used at once need
 // synchronous steps; as they change no state, they come before other formats where steps are known to be synchronous.
-// `weights`: those of the model, if they are known: some have no masters of fewer bits.
+// `weights`: those of the model, if they are known: some have no masters of fewer bits, and the losses of fp16 are
+// scaled, for which all gradients have to be there.
 std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer, Steps steps,
                                                 std::optional<c10::ScalarType> weights = std::nullopt);
 

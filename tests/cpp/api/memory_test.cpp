@@ -409,6 +409,10 @@ TEST_SUITE("predicted memory") {
     CHECK(narrower_formats(adamw, Steps::kAsynchronous, at::kBFloat16).size() == 2);
     for (const auto dtype : {at::kFloat, at::kHalf})
       CHECK(narrower_formats(adamw, Steps::kAsynchronous, dtype).size() == 1);
+    adamw.gradients_at_once = false;
+    CHECK(narrower_formats(adamw, Steps::kSynchronous, at::kFloat).size() == 3);
+    // The losses of fp16 are scaled.
+    CHECK(narrower_formats(adamw, Steps::kSynchronous, at::kHalf).size() == 1);
   }
 
   TEST_CASE("a device without memory for a step says what would fit") {

@@ -75,6 +75,8 @@ TEST_CASE("training options: values that do not fit each other are named") {
            {{{"clip_by", last}}, "--clip-by is last_norm, expected norm, or --gradients-at-once with it"},
            {{{"clip_by", passes}}, "--clip-by is two_passes, expected norm, or --gradients-at-once with it"},
            {{{"clip_by", passes}, {"gradients_at_once", true}, {"clip", 0.0}}, "which has no use for two passes"},
+           {{{"gradients_at_once", true}, {"clip_by", last}, {"dtype", half}},
+            "expected it with weights in bfloat16 or float32"},
            {{{"gradients_at_once", true}}, "expected --clip-by last_norm, --clip-by two_passes or --clip 0 with it"},
            {{{"gradients_at_once", true}, {"clip", 0.0}, {"asynchronous", true}}, "expected it without --asynchronous"},
            {{{"eps", 1e-8}, {"optimizer", sgd}},
