@@ -99,10 +99,13 @@ CASES: dict[str, tuple[torch.dtype, MakeStep, tuple[str, float] | None]] = {
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--steps", type=int, default=FULL_STEPS)
+    arguments.add_argument(
+        "--in-float32", action="store_true", help="bf16 weights, but products in fp32: for processors without bf16's"
+    )
     chosen = arguments.parse_args()
     report = Report("Convergence of the demo's model", chosen.out)
     roundpipe.devices(VIRTUAL_DEVICES)
-    runs = DemoRuns.prepare(chosen.steps, RATE, chosen.quick)
+    runs = DemoRuns.prepare(chosen.steps, RATE, chosen.quick, chosen.in_float32)
     report(f"{runs}.")
     report("")
     rows, losses, failed = [], {}, []

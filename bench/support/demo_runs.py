@@ -37,6 +37,20 @@ class Losses:
     seconds: float
 
 
+class _Linear(torch.nn.Linear):
+    """Multiplies in the type of its input, whatever that of its weight."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(input, self.weight.to(input.dtype))
+
+
+class _Embedding(torch.nn.Embedding):
+    """Gives float32, in which all that follows computes then."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input).float()
+
+
 @dataclass(frozen=True)
 class DemoRuns:
     """What all rows of a table have in common.
@@ -49,6 +63,7 @@ class DemoRuns:
         training: tokens to cut batches from.
         held_out: batches, int64 [rows, length] each.
         vocabulary: size.
+        in_float32: layers compute in float32, whatever the type of their weights.
     """
 
     steps: int
@@ -58,9 +73,10 @@ class DemoRuns:
     training: torch.Tensor
     held_out: tuple[torch.Tensor, ...]
     vocabulary: int
+    in_float32: bool = False
 
     @classmethod
-    def prepare(cls, steps: int, rate: float, quick: bool) -> DemoRuns:
+    def prepare(cls, steps: int, rate: float, quick: bool, in_float32: bool = False) -> DemoRuns:
         """Reads the text and learns its vocabulary; `quick` makes all of it as small as a test needs."""
         steps, rows, length = (3, 2, 16) if quick else (steps, ROWS, LENGTH)
         files = [file.text for file in load_corpus(1_200_000 if quick else TEXT_BYTES)]
@@ -71,14 +87,20 @@ class DemoRuns:
             for part in (texts, kept_out)
         )
         batches = rest[: len(rest) // length * length].view(-1, length).split(rows)[: 1 if quick else _HELD_OUT_BATCHES]
-        return cls(steps, rate, rows, length, training, tuple(batches), tokenizer.get_vocab_size())
+        return cls(steps, rate, rows, length, training, tuple(batches), tokenizer.get_vocab_size(), in_float32)
 
     def __str__(self) -> str:
-        return f"{self.steps} steps of {self.rows} x {self.length} tokens, vocabulary {self.vocabulary}"
+        arithmetic = ", arithmetic in float32" if self.in_float32 else ""
+        return f"{self.steps} steps of {self.rows} x {self.length} tokens, vocabulary {self.vocabulary}{arithmetic}"
 
     def model(self, dtype: torch.dtype) -> roundpipe.RoundPipe:
         """The demo's model, with the same weights each time."""
         llama = build_llama(self.vocabulary, self.length, seed=0, dtype=dtype)
+        if self.in_float32:
+            for module in llama.modules():
+                module.__class__ = {torch.nn.Linear: _Linear, torch.nn.Embedding: _Embedding}.get(
+                    type(module), type(module)
+                )
         wrapped: roundpipe.RoundPipe = roundpipe.wrap_model_to_roundpipe(llama.train(), name="demo")
         return wrapped
 
