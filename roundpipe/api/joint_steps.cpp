@@ -27,7 +27,8 @@ std::shared_ptr<JointTraining> agree_on_start(const JointModels& models, const F
   for (const optim::Hyperparameters& options : rule.groups) traits.options.push_back(describe(rule.algorithm, options));
   traits.format = {{"moments", rule.format.moments == optim::MomentFormat::kFloat32 ? "float32" : "8bit"},
                    {"masters", rule.format.masters == optim::MasterFormat::kFloat32 ? "float32" : "24bit"},
-                   {"gradients_in_fp32", rule.gradients_in_fp32 ? "true" : "false"}};
+                   {"gradients_in_fp32", rule.gradients_in_fp32 ? "true" : "false"},
+                   {"gradients_at_once", rule.gradients_at_once ? "true" : "false"}};
   joint->agree_on_start(traits, models.parameters, before ? cluster::NamedTensors() : models.buffers);
   return joint;
 }
@@ -41,6 +42,7 @@ StepOptions agree_on_step(const FusedSteps& steps, optim::Algorithm algorithm,
   for (const optim::Hyperparameters& group : groups) told.push_back(describe(algorithm, group));
   const double factor = steps.joint()->step({{"asynchronous", options.asynchronous ? "true" : "false"},
                                              {"max_grad_norm", number(options.max_grad_norm)},
+                                             {"clip_by", name_of(options.clip_by)},
                                              {"gradient_factor", number(options.gradient_factor)},
                                              {"the loss scale", number(loss_scale)}},
                                             told, !steps.hides_weights());

@@ -302,6 +302,7 @@ double ModelOptimizer::measure_gradients() {
         "[measure_gradients] gradients of this optimizer wait for its steps, expected one that uses them at once; "
         "here, max_grad_norm clips by the same norm in one pass");
   }
+  if (nodes_) refuse_two_passes("measure_gradients");
   require_engine();
   require_callers_thread();
   reap(0);

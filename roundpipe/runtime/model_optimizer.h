@@ -53,7 +53,8 @@ class ModelOptimizer {
 
   // Drops the gradients summed since the last step, as they land, and returns their norm, by which a step with
   // ClipBy::kMeasuredNorm clips. Models are as before the calls that made them, see Pipeline::undo. Blocks. Throws the
-  // error of an earlier step or call, or std::invalid_argument if gradients are not used at once, or if there are none.
+  // error of an earlier step or call, or std::invalid_argument if gradients are not used at once, if there are none, or
+  // with several nodes.
   double measure_gradients();
 
   // Lets the state have what the user has written to parameters since the last step, and gradients what lies beside

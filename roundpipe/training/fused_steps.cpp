@@ -113,10 +113,10 @@ void FusedSteps::bind(const FusedRule& rule, TrainedParameters::Named named, con
     optim::check_sizes(rule.algorithm, rule.groups.at(static_cast<size_t>(group)), parameter.sizes(), name);
     optim::check_masters(rule.format.masters, parameter.scalar_type(), name);
   }
-  if (rule.gradients_at_once && (nodes || rule.gradients_in_fp32)) {
-    throw std::invalid_argument(concat("[optimizer] gradients are used at once, expected ",
-                                       nodes ? "one process, since several add theirs first"
-                                             : "none in fp32, which are there to be summed over several calls"));
+  if (rule.gradients_at_once && rule.gradients_in_fp32) {
+    throw std::invalid_argument(
+        "[optimizer] gradients are used at once, expected none in fp32, which are there to be summed over several "
+        "calls");
   }
   if (!host_parameters_.empty() && !host_) {
     std::vector<std::unique_ptr<runtime::Layer>> layers;

@@ -87,7 +87,7 @@ std::vector<NarrowerOptimizer> narrower_formats(const OptimizerMemory& optimizer
            "24bit");
   }
   std::vector<NarrowerOptimizer> ways(levels.begin() + 1, levels.end());
-  const bool may_be_at_once = optimizer.nodes == 1 && steps != Steps::kAsynchronous && weights != at::kHalf;
+  const bool may_be_at_once = steps != Steps::kAsynchronous && weights != at::kHalf;
   if (optimizer.gradients_at_once || !may_be_at_once) return ways;
   for (size_t i = 0; i < levels.size(); ++i) {
     NarrowerOptimizer way = levels[i];

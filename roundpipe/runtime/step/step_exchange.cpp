@@ -1,6 +1,7 @@
 // The part of a step that several nodes make together. Runs on the nodes' threads.
 
 #include <algorithm>
+#include <ranges>
 
 #include <roundpipe/cluster/channel.h>
 #include <roundpipe/cluster/nodes.h>
@@ -15,7 +16,9 @@ void StepRun::start_exchange() {
   // The weights first: if the second does not start, its thread fails all that the first one waits for.
   const auto self = shared_from_this();
   nodes_->channel(Link::kWeights).submit([self] {
-    for (BlockStep& step : self->blocks_) self->gather(step);
+    const auto gather = [&](BlockStep& step) { self->gather(step); };
+    if (self->at_once_) return std::ranges::for_each(self->blocks_ | std::views::reverse, gather), void();
+    std::ranges::for_each(self->blocks_, gather);
   });
   nodes_->channel(Link::kGradients).submit([self] {
     for (auto step = self->blocks_.rbegin(); step != self->blocks_.rend(); ++step) self->exchange(*step);
@@ -31,12 +34,18 @@ cluster::Turn StepRun::turn_of(const BlockStep& step, const char* what) const {
 void StepRun::exchange(BlockStep& step) {
   try {
     device::wait_unless_lost(*step.gradients->landed);
+    const memory::GradientRoom::SharePtr share = step.gradients->share;
+    // Not before: while this waits for a block that others must make room for, nothing here would make any.
+    if (share) share->is_used();
     const cluster::Exchanged exchanged = cluster::exchange_gradients(
         *nodes_, turn_of(step, "the gradients"), *step.gradients, step.block->gradient_layout, *step.shards,
         static_cast<float>(gradient_factor_), *step.block->gradient_buffers);
     if (failed_nodes_.empty()) failed_nodes_ = exchanged.failed;
     step.abandoned = !failed_nodes_.empty();
-    if (exchanged.sums) step.gradients = exchanged.sums;
+    if (exchanged.sums) {
+      step.gradients = exchanged.sums;
+      step.gradients->share = share;
+    }
     step.changes = !step.abandoned && step.gradients->flat.defined();
   } catch (...) {
     step.exchange_error = std::current_exception();
@@ -48,26 +57,29 @@ void StepRun::agree() {
   try {
     device::wait_unless_lost(*measured_);
     // Known on every node.
-    if (!failed_nodes_.empty()) return decide();
-    // Each sum is that of one node, and 0 on the others, so that adding them changes no bit. Before them, the number of
-    // nodes that could not measure theirs.
-    std::vector<double> all{error_ ? 1.0 : 0.0};
-    for (BlockStep& step : blocks_) {
-      step.squares.resize(step.optimizer->terms());
-      all.insert(all.end(), step.squares.begin(), step.squares.end());
-    }
-    const at::Tensor sums = at::from_blob(all.data(), {static_cast<int64_t>(all.size())}, at::kDouble);
-    nodes_->sum(Link::kGradients, sums, concat("the norm of the gradients in step ", turn_));
-    if (all.front() > 0) throw Error(concat("[cluster] another node could not measure its gradients in step ", turn_));
-    auto next = all.begin() + 1;
-    for (BlockStep& step : blocks_) {
-      std::copy_n(next, step.squares.size(), step.squares.begin());
-      next += static_cast<std::ptrdiff_t>(step.squares.size());
-    }
+    if (failed_nodes_.empty()) sum_squares(Link::kGradients);
   } catch (...) {
     note(std::current_exception());
   }
   decide();
+}
+
+void StepRun::sum_squares(Link link) {
+  // Each sum is that of one node, and 0 on the others, so that adding them changes no bit. Before them, the number of
+  // nodes that could not measure theirs.
+  std::vector<double> all{error_ ? 1.0 : 0.0};
+  for (BlockStep& step : blocks_) {
+    step.squares.resize(step.optimizer->terms());
+    all.insert(all.end(), step.squares.begin(), step.squares.end());
+  }
+  const at::Tensor sums = at::from_blob(all.data(), {static_cast<int64_t>(all.size())}, at::kDouble);
+  nodes_->sum(link, sums, concat("the norm of the gradients in step ", turn_));
+  if (all.front() > 0) throw Error(concat("[cluster] another node could not measure its gradients in step ", turn_));
+  auto next = all.begin() + 1;
+  for (BlockStep& step : blocks_) {
+    std::copy_n(next, step.squares.size(), step.squares.begin());
+    next += static_cast<std::ptrdiff_t>(step.squares.size());
+  }
 }
 
 void StepRun::gather(BlockStep& step) {
@@ -89,8 +101,18 @@ void StepRun::gather(BlockStep& step) {
   } else {
     step.after->published->fire();
   }
-  if (to_update_ == 1) note_failed_nodes();
+  if (to_update_ == 1) end_gathering();
   finish(step);
+}
+
+void StepRun::end_gathering() {
+  note_failed_nodes();
+  if (!measures_late() || !failed_nodes_.empty()) return;
+  try {
+    sum_squares(Link::kWeights);
+  } catch (...) {
+    note(std::current_exception());
+  }
 }
 
 void StepRun::note_failed_nodes() {

@@ -11,11 +11,14 @@ namespace roundpipe {
 
 namespace {
 
-std::string option_of(ClipBy clip_by) {
-  return frontend().option("clip_by", clip_by == ClipBy::kLastNorm ? "last_norm" : "measured_norm");
-}
+std::string option_of(ClipBy clip_by) { return frontend().option("clip_by", name_of(clip_by)); }
 
 }  // namespace
+
+const char* name_of(ClipBy clip_by) {
+  if (clip_by == ClipBy::kNorm) return "norm";
+  return clip_by == ClipBy::kLastNorm ? "last_norm" : "measured_norm";
+}
 
 void check(const StepOptions& options, bool several_nodes) {
   if (options.max_grad_norm && !(*options.max_grad_norm > 0)) {
@@ -26,6 +29,7 @@ void check(const StepOptions& options, bool several_nodes) {
     throw std::invalid_argument(concat("[step] ", option_of(options.clip_by),
                                        " is given without max_grad_norm, expected the norm to clip to beside it"));
   }
+  if (options.clip_by == ClipBy::kMeasuredNorm && several_nodes) refuse_two_passes("step");
   if (!options.gradient_factor) return;
   const double factor = *options.gradient_factor;
   if (!std::isfinite(factor))
@@ -34,6 +38,13 @@ void check(const StepOptions& options, bool several_nodes) {
   throw std::invalid_argument(concat("[step] gradient_factor is ", factor,
                                      ", and one process trains the model, expected none, or nodes in the format of the "
                                      "optimizer; to scale gradients, scale the loss"));
+}
+
+void refuse_two_passes(const char* where) {
+  throw std::invalid_argument(concat("[", where,
+                                     "] two passes over a batch measure the gradients of one process, and several "
+                                     "train the model, expected clipping by the last step's norm (",
+                                     option_of(ClipBy::kLastNorm), "), or gradients that wait for the step"));
 }
 
 void require_own_norm(const StepOptions& options) {

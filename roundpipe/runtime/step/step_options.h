@@ -15,6 +15,9 @@ enum class ClipBy {
                  // an optimizer that uses gradients at once
 };
 
+// As programs in Python give it, and as nodes tell each other.
+const char* name_of(ClipBy clip_by);
+
 // Options of one step of an optimizer.
 struct StepOptions {
   // Whether the next call still reads the weights from before this step, and the one after it reads this step's: then
@@ -32,9 +35,11 @@ struct StepOptions {
   std::optional<double> gradient_factor = std::nullopt;
 };
 
-// Throws std::invalid_argument for a norm that is not positive, another norm to clip by without it, and for a factor
-// that is no number or, unless there are `several_nodes`, not 1.
+// Throws std::invalid_argument for a norm that is not positive, another norm to clip by without it, a measured norm
+// with `several_nodes`, and for a factor that is no number or, without them, not 1.
 void check(const StepOptions& options, bool several_nodes);
+// Throws std::invalid_argument: several nodes train the model.
+[[noreturn]] void refuse_two_passes(const char* where);
 // Throws std::invalid_argument unless gradients are clipped by their own norm: they are all there before the update.
 void require_own_norm(const StepOptions& options);
 

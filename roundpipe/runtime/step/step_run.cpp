@@ -7,7 +7,6 @@
 
 #include <ATen/core/grad_mode.h>
 
-#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/error.h>

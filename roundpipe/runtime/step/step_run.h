@@ -5,6 +5,7 @@
 #include <vector>
 
 #include <roundpipe/cluster/block_exchange.h>
+#include <roundpipe/cluster/nodes.h>
 #include <roundpipe/memory/parameter_block.h>
 #include <roundpipe/optim/block_optimizer.h>
 #include <roundpipe/runtime/model/model_state.h>
@@ -53,7 +54,8 @@ struct BlockStep {
 //
 // With several nodes, each block's gradients are exchanged, last block first, on a thread of the nodes' gradients, and
 // each node measures and updates its shard; new weights are gathered, first block first, on a thread of the nodes'
-// weights, and published then. Every node makes the same decisions. If a call failed on one of them, the step fails on
+// weights, and published then. Gradients that are used at once let weights be gathered last block first, too, since
+// they are in the same memory. Every node makes the same decisions. If a call failed on one of them, the step fails on
 // the others.
 //
 // Any error fails the step. If the step could not be decided, nothing has been updated and all weights stay as they
@@ -121,7 +123,9 @@ class StepRun : public std::enable_shared_from_this<StepRun> {
   void start_exchange();
   void exchange(BlockStep& step);
   void agree();
+  void sum_squares(cluster::Nodes::Link link);
   void gather(BlockStep& step);
+  void end_gathering();
   void note_failed_nodes();
   cluster::Turn turn_of(const BlockStep& step, const char* what) const;
 

@@ -404,7 +404,8 @@ TEST_SUITE("predicted memory") {
     CHECK(ways(adamw, Steps::kAsynchronous) == Ways{"8bit", "8bit 24bit"});
     adamw.gradients_at_once = true;
     CHECK(ways(adamw, Steps::kSynchronous) == Ways{"8bit", "8bit 24bit"});
-    CHECK(ways({.algorithm = optim::Algorithm::kMuon, .nodes = 2}, Steps::kSynchronous) == Ways{"24bit"});
+    CHECK(ways({.algorithm = optim::Algorithm::kMuon}, Steps::kSynchronous) ==
+          Ways{"at_once", "24bit", "at_once 24bit"});
     // Masters of 24 bits are those of bf16 weights alone.
     CHECK(narrower_formats(adamw, Steps::kAsynchronous, at::kBFloat16).size() == 2);
     for (const auto dtype : {at::kFloat, at::kHalf})

@@ -138,6 +138,8 @@ const std::vector<NodeDifference>& optimizer_differences() {
        "1.bias); "},
       {"gradients", [](NodeProgram& program) { program.format.gradients_in_fp32 = true; },
        "gradients_in_fp32: ranks 0 and 2 have false, rank 1 has true"},
+      {"gradients at once", [](NodeProgram& program) { program.format.gradients_at_once = true; },
+       "gradients_at_once: ranks 0 and 2 have false, rank 1 has true"},
   };
   return all;
 }
@@ -148,6 +150,12 @@ const std::vector<NodeDifference>& step_differences() {
        "asynchronous: rank 0 has true, rank 1 has false"},
       {"max_grad_norm", [](NodeProgram& program) { program.step.max_grad_norm = 0.5; },
        "max_grad_norm: rank 0 has none, rank 1 has 0.5"},
+      {"clip_by",
+       [](NodeProgram& program) {
+         program.step.max_grad_norm = 0.5;
+         program.step.clip_by = ClipBy::kLastNorm;
+       },
+       "max_grad_norm: rank 0 has none, rank 1 has 0.5; clip_by: rank 0 has norm, rank 1 has last_norm"},
       {"gradient_factor", [](NodeProgram& program) { program.step.gradient_factor = 1.0; },
        "gradient_factor: rank 0 has none, rank 1 has 1"},
       {"late lr",

@@ -20,12 +20,14 @@ struct NodeKind {
   bool asynchronous = true;
   std::optional<double> max_grad_norm = std::nullopt;
   int without_rows = -1;  // a node that has no batch in the second step
+  bool at_once = false;
 };
 const std::vector<NodeKind> kNodeKinds = {{"asynchronous"},
                                           {"synchronous", false},
                                           {"clipping", true, 0.5},
                                           {"clipping synchronously", false, 0.5},
-                                          {"a node without rows", true, std::nullopt, 1}};
+                                          {"a node without rows", true, std::nullopt, 1},
+                                          {"gradients at once", false, std::nullopt, 0, true}};
 constexpr int kNodeSteps = 3;
 
 torch::nn::Sequential made_net() {
@@ -45,6 +47,7 @@ std::vector<Tensor> train_node(const NodeKind& kind, const std::shared_ptr<clust
   Model model(net, options);
   OptimizerFormat format;
   format.nodes = nodes;
+  format.gradients_at_once = kind.at_once;
   Optimizer optimizer(model, PlainTraining::rule(), {}, format);
   for (int step = 0; step < kNodeSteps; ++step) {
     if (step != 1 || nodes->rank() != kind.without_rows) {

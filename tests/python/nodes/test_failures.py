@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,11 +56,13 @@ FIRST, LATER = (
 )
 def test_in_a_training(nodes: NodeProcesses, how: signal.Signals, cases: list[tuple[int, tuple[str, int]]]) -> None:
     training = Training(3, steps=6, width=512, max_grad_norm=1.0)
+    at_once = replace(training, layers=6, is_async=False, clip_by="last_norm", options=(("gradients", "at_once"),))
+    made = [(each, *case) for case in cases for each in (training, at_once)]
     requests = [
-        Request(3, "train_with_a_silent_rank", (training, silent, int(how), at), PATIENCE_S[how])
-        for silent, at in cases
+        Request(3, "train_with_a_silent_rank", (each, silent, int(how), at), PATIENCE_S[how])
+        for each, silent, at in made
     ]
-    for (silent, at), ended in zip(cases, nodes.end_together(requests), strict=True):
+    for (_, silent, at), ended in zip(made, nodes.end_together(requests), strict=True):
         for error in errors_of_others(ended, silent):
             assert error.startswith("["), (at, error)
             assert silent in silent_ranks(error), (at, error)

@@ -38,7 +38,13 @@ def compare(training: Training, said: list[dict]) -> None:
                 loss = plain.call(inputs, label, seeds, training.factor(step, node), scale, node)
                 losses[node].append(float(loss))
         steps.append(
-            plain.step(training.is_async, training.max_grad_norm, scale if training.scaled else None, 1 / training.size)
+            plain.step(
+                training.is_async,
+                training.max_grad_norm,
+                scale if training.scaled else None,
+                1 / training.size,
+                by_last_norm=training.clip_by == "last_norm",
+            )
         )
     for node, each in enumerate(said):
         assert repr(each["losses"]) == repr(losses[node]), f"losses of node {node}"
@@ -76,6 +82,33 @@ def test_two_nodes(nodes: NodeProcesses) -> None:
             Training(2, width=512, dtype=BF16, max_grad_norm=0.02, steps=2),  # parameters that are cut
         ],
     )
+
+
+AT_ONCE = {"is_async": False, "layers": 8, "options": (("gradients", "at_once"),)}  # with room for three of them
+
+
+def test_gradients_at_once(nodes: NodeProcesses) -> None:
+    by_last = {"max_grad_norm": 0.02, "clip_by": "last_norm"}
+    run(
+        nodes,
+        [
+            Training(2, **AT_ONCE),
+            Training(2, **AT_ONCE, **by_last, dtype=BF16, devices=2, steps=4),
+            Training(2, **AT_ONCE, **by_last, tied=True, rows=(6, 3)),
+            Training(2, **AT_ONCE, dtype=BF16, frozen=True, tied=True, max_grad_norm=math.inf, clip_by="last_norm"),
+            Training(2, **AT_ONCE, **by_last, calls=(0, 1), frozen=True),
+            Training(2, **AT_ONCE, **by_last, calls=(0, 0), steps=1),
+            Training(2, **AT_ONCE, **by_last, width=512, dtype=BF16),
+        ],
+    )
+    run(nodes, [Training(3, **AT_ONCE, **by_last, calls=(0, 1, 1), dtype=BF16)])
+
+
+def test_gradients_at_once_have_room_for_three_layers(nodes: NodeProcesses) -> None:
+    for parameters, told, _ in nodes.results(2, "held_bytes_at_once", 1024, 12):
+        layer = parameters / 12
+        least = parameters * (2 + 10 / 2)
+        assert 0.99 * least + 2 * layer <= told <= (least + 3 * 2 * layer) * 1.001
 
 
 def test_three_nodes_one_of_them_without_rows(nodes: NodeProcesses) -> None:

@@ -107,6 +107,17 @@ def test_conversations_with_pictures(
         assert (value - expected[name]).abs().max() < 1e-4, name
 
 
+def test_gradients_at_once(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
+    values = {**usual, "gradients_at_once": True, "clip_by": "last_norm", "clip": 0.1, "optimizer": "sgd"}
+    one, two, stopped = tmp_path / "one", tmp_path / "two", tmp_path / "stopped"
+    assert [code for code, _ in nodes.results(1, TRAIN, {**values, "out": str(one)})] == [0]
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(two)})] == [0, 0]
+    assert_close(metrics(two), metrics(one))
+    assert [code for code, _ in nodes.results(2, STOP, {**values, "out": str(stopped)}, 1, 2)] == [130, 130]
+    assert [code for code, _ in nodes.results(2, TRAIN, {**values, "out": str(stopped)}, True)] == [0, 0]
+    assert metrics(stopped) == metrics(two)  # which the norm of the last step before the stop has clipped
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("stopped", "later"), [(1, 2), (0, 3), (1, 1)])
 def test_a_signal_on_one_node_stops_all(
@@ -140,11 +151,18 @@ def test_a_signal_on_one_node_stops_all(
     ],
     ids=["options", "folder"],
 )
-def test_refused(
+def test_nodes_that_differ_are_refused(
     others: dict[str, Any], expected: str, nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path
 ) -> None:
     for error, _ in nodes.results(2, TRAIN, {**usual, "out": str(tmp_path / "run")}, False, {1: others}):
         assert isinstance(error, str) and error.startswith(expected)
+
+
+def test_two_passes_are_refused_before_work_begins(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:
+    values = {**usual, "gradients_at_once": True, "clip_by": "two_passes", "out": str(tmp_path / "run")}
+    for error, _ in nodes.results(2, TRAIN, values):
+        assert isinstance(error, str) and error.startswith("[train] --clip-by is two_passes, expected last_norm over")
+    assert not (tmp_path / "run").exists()
 
 
 def test_what_rank_0_refuses_is_told_to_all(nodes: NodeProcesses, usual: dict[str, Any], tmp_path: Path) -> None:

@@ -75,6 +75,10 @@ def test_refused_when_wrapped(nodes: NodeProcesses, name: str, message: str) -> 
         ("kind", f"{IN_MODEL}the optimizer: rank 0 has AdamW, rank 1 has Adam"),
         ("moments", f"{IN_MODEL}moments: rank 0 has 'float32', rank 1 has '8bit'{ALIKE}"),
         ("masters", f"{IN_MODEL}masters: rank 0 has 'float32', rank 1 has '24bit'{ALIKE}"),
+        ("gradients", f"{IN_MODEL}gradients: rank 0 has 'weights', rank 1 has 'at_once'{ALIKE}"),
+        ("clip_by", f"{IN_MODEL}clip_by: rank 0 has 'last_norm', rank 1 has 'norm'{STEP}"),
+        ("two passes", "[step] two passes over a batch measure the gradients of one process, and several train"),
+        ("measure_gradients", "[measure_gradients] two passes over a batch measure the gradients of one process"),
         ("late lr", f"{IN_MODEL}lr of group 0: rank 0 has 0.1, rank 1 has 0.2{STEP}"),
         (
             "frozen late",

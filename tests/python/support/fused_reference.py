@@ -58,6 +58,7 @@ class PlainTraining:
         self.read = [m.detach().clone() for m in self.masters]  # what calls read
         self.made = [m.detach().clone() for m in self.masters]  # the newest
         self.nodes = nodes
+        self.last_norm: torch.Tensor | None = None
         self._start_over()
 
     def _start_over(self) -> None:
@@ -123,8 +124,10 @@ class PlainTraining:
         max_grad_norm: float | None = None,
         scale: float | None = None,
         gradient_factor: float = 1.0,
+        by_last_norm: bool = False,
     ) -> tuple[float, bool]:
-        """A step; returns the gradients' norm, and whether the step was skipped. `scale`: that of the losses."""
+        """A step; returns the gradients' norm, and whether the step was skipped. `scale`: that of the losses.
+        `by_last_norm`: clips by the norm of the step before, and the first step not at all."""
         # Asynchronous calls read what was the newest before this step.
         if is_async:
             self.read = [m.clone() for m in self.made]
@@ -136,8 +139,11 @@ class PlainTraining:
         norm = norm_of(gradients) if gradients else torch.zeros(())
         skipped = scale is not None and not bool(torch.isfinite(norm))
         if max_grad_norm is not None:
-            factor = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [g * factor for g in gradients]
+            compared = self.last_norm if by_last_norm else norm
+            if compared is not None:
+                factor = (max_grad_norm / (compared + 1e-6)).clamp(max=1.0)
+                gradients = [g * factor for g in gradients]
+        self.last_norm = norm
         rest = iter(gradients)
         for master, present in zip(self.masters, landed, strict=True):
             master.grad = None if present is None else next(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import tempfile
@@ -76,9 +77,11 @@ class Training:
     is_async: bool = True
     steps: int = 3
     microbatches: int = 2
+    layers: int = 3
     rows: tuple[int, ...] = (4, 4, 4, 4)
     calls: tuple[int, ...] = (1, 1, 1, 1)
     max_grad_norm: float | None = None
+    clip_by: str = "norm"
     scaled: bool = False
     infinite: tuple[tuple[int, int], ...] = ()  # (step, rank) whose loss is infinite
     frozen: bool = False
@@ -90,7 +93,7 @@ class Training:
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(1)
-        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(3)]
+        layers = [nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(self.layers)]
         model = nn.Sequential(*layers).to(self.dtype)
         if self.frozen:
             model[1].requires_grad_(False)
@@ -141,7 +144,13 @@ def train(training: Training, reached: Callable[[str, int], None] = lambda momen
         if scaler is not None:
             said["scales"].append(scaler.get_scale())
         reached("step", step)
-        made = pipe.step(optimizer, training.is_async, max_grad_norm=training.max_grad_norm, scaler=scaler)
+        made = pipe.step(
+            optimizer,
+            training.is_async,
+            max_grad_norm=training.max_grad_norm,
+            scaler=scaler,
+            clip_by=training.clip_by,
+        )
         reached("stepped", step)
         if scaler is not None or training.max_grad_norm is not None:
             said["norms"].append(float(made))
@@ -175,9 +184,9 @@ def train_with_a_silent_rank(training: Training, silent: int, how: int | list[st
     return "no error"
 
 
-def held_bytes(width: int, layers: int) -> tuple[int, int, int]:
+def held_bytes(width: int, layers: int, **formats: Any) -> tuple[int, int, int]:
     """The number of parameters of a bf16 model; the bytes that this node holds of it and of AdamW, as told; and by how
-    much the process has grown."""
+    much the process has grown. `formats`: AdamW's."""
 
     def private() -> int:
         with open("/proc/self/smaps_rollup") as rollup:
@@ -188,16 +197,20 @@ def held_bytes(width: int, layers: int) -> tuple[int, int, int]:
     before = private()
     model = nn.Sequential(*[nn.Linear(width, width, dtype=torch.bfloat16) for _ in range(layers)])
     pipe = RoundPipe(model, model_run_config=RoundPipeRunConfig(num_microbatch=1))
-    optimizer = roundpipe.optim.AdamW(pipe, **RATES)
+    optimizer = roundpipe.optim.AdamW(pipe, **RATES, **formats)
     for _ in range(2):
         pipe.forward_backward(
             (torch.ones(1, width, dtype=torch.bfloat16),), label=None, loss_fn=lambda out, _: out.sum()
         )
-        pipe.step(optimizer)
+        pipe.step(optimizer, is_async=formats.get("gradients") != "at_once")
     pipe.synchronize()
     memory = optimizer.host_memory()
     told = memory.weights_and_gradients + memory.masters + memory.moments
     return memory.parameters, told, private() - before
+
+
+def held_bytes_at_once(width: int, layers: int) -> tuple[int, int, int]:
+    return held_bytes(width, layers, gradients="at_once")
 
 
 # -- programs that differ ---------------------------------------------------------------------------------------------
@@ -239,12 +252,19 @@ def _stepped(**options: Any) -> None:
     """A step whose optimizer or options differ."""
     pipe = _pipe()
     mine = {name: values[rank()] for name, values in options.items()}
-    made = {name: mine.pop(name) for name in ("lr", "moments", "masters", "kind") if name in mine}
+    made = {name: mine.pop(name) for name in ("lr", "moments", "masters", "gradients", "kind") if name in mine}
     optimizer = made.pop("kind", roundpipe.optim.AdamW)(pipe, **{"lr": 0.1, **made})
     if "late_lr" in mine:
         optimizer.param_groups[0]["lr"] = mine.pop("late_lr")
     pipe.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
     pipe.step(optimizer, **mine)
+
+
+def _measured() -> None:
+    pipe = _pipe()
+    optimizer = roundpipe.optim.SGD(pipe, lr=0.1, gradients="at_once")
+    pipe.forward_backward((torch.ones(2, 4),), loss_fn=lambda outputs, _: outputs.square().mean())
+    pipe.measure_gradients(optimizer)
 
 
 def _changed_late(change: Callable[[nn.Module], None]) -> None:
@@ -370,6 +390,20 @@ WRONG = {
     "kind": lambda: _stepped(kind=(roundpipe.optim.AdamW, roundpipe.optim.Adam)),
     "moments": lambda: _stepped(moments=("float32", "8bit")),
     "masters": lambda: _stepped(masters=("float32", "24bit")),
+    "gradients": lambda: _stepped(gradients=("weights", "at_once"), is_async=(False, False)),
+    "clip_by": lambda: _stepped(
+        gradients=("at_once", "at_once"),
+        is_async=(False, False),
+        max_grad_norm=(math.inf, math.inf),
+        clip_by=("last_norm", "norm"),
+    ),
+    "two passes": lambda: _stepped(
+        gradients=("at_once", "at_once"),
+        is_async=(False, False),
+        max_grad_norm=(1.0, 1.0),
+        clip_by=("measured_norm", "measured_norm"),
+    ),
+    "measure_gradients": _measured,
     "frozen late": lambda: _changed_late(lambda model: model[1].requires_grad_(False)),
     "written late": lambda: _changed_late(lambda model: nn.init.ones_(model[1].weight)),
     "is_async": lambda: _stepped(is_async=(True, False)),

@@ -125,7 +125,12 @@ class FusedSteps(StepGroup):
                 scale = scaler._begin_step(self, pipelines, several_nodes=self.joint is not None)
         loss_scale = 0.0 if scale is None else float(scale)  # 0: losses are not scaled
         if self.joint is not None:
-            options = {"is_async": is_async, "max_grad_norm": max_grad_norm, "the loss scale": loss_scale}
+            options = {
+                "is_async": is_async,
+                "max_grad_norm": max_grad_norm,
+                "clip_by": clip_by,
+                "the loss scale": loss_scale,
+            }
             step_options.gradient_factor = self.joint.step(options, own, shows_weights=not self._core.hides_weights)
         with uninterrupted():
             run = self._core.start_step(groups, step_options, loss_scale)
