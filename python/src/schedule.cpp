@@ -264,13 +264,13 @@ void bind_schedule(py::module_& module) {
       "simulate_links",
       [](const std::vector<Plan>& plans, const LayerCosts& costs, const Cluster& cluster, TimingRules rules,
          std::int64_t chunk_bytes, bool priorities, double update_gb_per_s, double update_traffic, int nodes,
-         double network_gb_per_s, double network_latency_ms, bool clipped) {
+         double network_gb_per_s, double network_latency_ms, bool clipped, bool at_once) {
         simulate::LinkRules links;
         links.timing = rules;
         links.chunk_bytes = chunk_bytes;
         links.priorities = priorities;
         links.update = {update_gb_per_s, update_traffic};
-        links.nodes = {nodes, network_gb_per_s, network_latency_ms, clipped};
+        links.nodes = {nodes, network_gb_per_s, network_latency_ms, clipped, at_once};
         simulate::LinkTimeline timeline = simulate::simulate_links(plans, costs, cluster, links);
         simulate::check(timeline.timeline, plans, rules);
         return timeline;
@@ -280,7 +280,8 @@ void bind_schedule(py::module_& module) {
       py::arg("update_gb_per_s") = 0.0, py::arg("update_traffic") = 0.0, py::arg("nodes") = simulate::NodeRules{}.nodes,
       py::arg("network_gb_per_s") = simulate::NodeRules{}.network_gb_per_s,
       py::arg("network_latency_ms") = simulate::NodeRules{}.latency_ms,
-      py::arg("clipped") = simulate::NodeRules{}.clipped, py::call_guard<py::gil_scoped_release>(),
+      py::arg("clipped") = simulate::NodeRules{}.clipped, py::arg("at_once") = simulate::NodeRules{}.at_once,
+      py::call_guard<py::gil_scoped_release>(),
       "Runs one plan a step with every byte on the links, on every one of the nodes, and checks the result against the "
       "rules.");
 }

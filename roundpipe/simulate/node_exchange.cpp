@@ -61,7 +61,8 @@ void NodeExchange::list_turns() {
       if (trains_[at(step, layer)] != 0) gradients_.places.push_back(at(step, layer));
     }
     if (rules_.clipped && left_[step] > 0) gradients_.places.push_back(kNorm);
-    for (std::size_t layer = 0; layer < costs_.size(); ++layer) {
+    for (std::size_t i = 0; i < costs_.size(); ++i) {
+      const std::size_t layer = rules_.at_once ? costs_.size() - 1 - i : i;
       if (trains_[at(step, layer)] != 0) weights_.places.push_back(at(step, layer));
     }
   }

@@ -13,6 +13,7 @@ struct NodeRules {
   double network_gb_per_s = 0;  // of a node, in each direction at once; 0 = infinite
   double latency_ms = 0;        // of each collective, besides its bytes
   bool clipped = false;         // no update before the last gradient of its step, as norms and loss scales need
+  bool at_once = false;         // gradients are used at once: weights travel in their order, as they share memory
 };
 
 // When the weights of a layer are new on every node, from when its gradient has landed in the memory of each. The
@@ -23,8 +24,8 @@ struct NodeRules {
 //   own: (nodes - 1) / nodes of the layer's gradient bytes, out and in. With clipping, one collective more for the
 //   norm.
 // - A node updates its part of one layer at a time, lowest first.
-// - A channel for weights takes the layers of a step from first to last, one at a time: one collective, in which
-//   (nodes - 1) / nodes of the updated weights move in each direction.
+// - A channel for weights takes the layers of a step from first to last, or as the other channel if gradients are used
+//   at once, one at a time: one collective, in which (nodes - 1) / nodes of the updated weights move in each direction.
 // - Both channels share the network evenly while both move bytes.
 // With one node, nothing moves: only the updates take time. Layers that do not train are published when they land.
 class NodeExchange {

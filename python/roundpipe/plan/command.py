@@ -88,7 +88,14 @@ class _Report:
         self._nodes: list[NodesPrediction] = []
         if self._network is not None:
             counts = options.node_counts()
-            self._nodes = predict_nodes(counts, self._request, self._choices[0], self._network, clip=options.clip)
+            self._nodes = predict_nodes(
+                counts,
+                self._request,
+                self._choices[0],
+                self._network,
+                clip=options.clip,
+                at_once=options.gradients_at_once,
+            )
         elif options.compare is not None or options.picture is not None:
             self._schedules.append(predict_choice("roundpipe", self._request, self._choices))
         if options.compare is not None:

@@ -77,6 +77,7 @@ class _Setting:
     plans: list[_core.Plan]
     network: Network
     clip: bool
+    at_once: bool
 
     def resources(self, nodes: int) -> list[str]:
         """What has a limit."""
@@ -103,6 +104,7 @@ class _Setting:
             network_gb_per_s=0.0 if _NETWORK in unlimited else self.network.gb_per_s,
             network_latency_ms=0.0 if _LATENCY in unlimited else self.network.latency_ms,
             clipped=self.clip and _CLIPPING not in unlimited,
+            at_once=self.at_once,
         )
 
     def step_ms(self, nodes: int, *unlimited: str) -> float:
@@ -110,7 +112,13 @@ class _Setting:
 
 
 def predict_nodes(
-    counts: Sequence[int], request: Request, choice: _core.PlanChoice, network: Network, *, clip: bool
+    counts: Sequence[int],
+    request: Request,
+    choice: _core.PlanChoice,
+    network: Network,
+    *,
+    clip: bool = False,
+    at_once: bool = False,
 ) -> list[NodesPrediction]:
     """Predicts the steps of a choice of our planner on several nodes, each of which runs that plan.
 
@@ -120,9 +128,10 @@ def predict_nodes(
         counts: numbers of nodes.
         request: of one node, with links.
         clip: whether updates wait for the gradients of the whole step.
+        at_once: whether gradients are used as they come, in room for a few layers' only.
     """
     steps = steps_to_simulate(choice.recipe, request.costs.layers, request.microbatches, repeated=True, with_links=True)
-    setting = _Setting(request, placed(choice, request, steps), network, clip)
+    setting = _Setting(request, placed(choice, request, steps), network, clip, at_once)
     one_ms = setting.step_ms(1)
     return [_predicted(setting, nodes, one_ms) for nodes in counts]
 

@@ -389,8 +389,12 @@ class PlanOptions:
             require(self.optimizer in WITH_8BIT, "moments", self.moments, f"fp32 for {self.optimizer}")
         require(self.masters in ("fp32", "24bit"), "masters", self.masters, "fp32 or 24bit")
         require(self.disk_holds in ("moments", "masters"), "disk-holds", self.disk_holds, "moments or masters")
-        if self.mode != "sync" or self.nodes is not None:
-            self.refuse(["gradients_at_once"], "--mode sync, and without --nodes")
+        if self.mode != "sync":
+            self.refuse(["gradients_at_once"], "--mode sync")
+        if self.gradients_at_once:
+            require(
+                not self.clip, "clip", "given", "it without --gradients-at-once, which clips by the last step's norm"
+            )
         require(self.tflops is None or _is_rate(self.tflops), "tflops", self.tflops, _RATES_EXPECTED)
         if self.tflops is not None:
             self.refuse(["card", "products"], "no --tflops")

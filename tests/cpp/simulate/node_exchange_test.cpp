@@ -65,9 +65,10 @@ class Naive {
         updates[layer] = add(Task::kUpdate, ms, after);
         tasks_.back().rank = step * costs.size() + layer;
       }
-      published_.emplace_back();
-      for (const auto& [layer, update] : updates) {
-        published_.back()[layer] = update;
+      published_.emplace_back(updates);
+      std::vector<std::pair<std::size_t, std::size_t>> in_turn(updates.begin(), updates.end());
+      if (rules.at_once) std::ranges::reverse(in_turn);
+      for (const auto& [layer, update] : in_turn) {
         if (rules.nodes == 1 || !trains(costs[layer])) continue;
         const double bytes = static_cast<double>(costs[layer].updated_bytes()) * (1 - part);
         weights.push_back(update);
@@ -226,6 +227,10 @@ TEST_CASE("exchange: the first layer's gradient waits for the last layer's, and 
   const NodeRules rules{.nodes = 2, .network_gb_per_s = 1};
   const Exchanged got = exchange(costs, {{0, 10}}, rules);
   CHECK(got.published_ms[0] == std::vector<double>{22, 26});  // gradients 10 to 18, weights 18 to 26
+  // At once, those of the last layer go from 14 on, at half the rate, until its gradients have moved at 18.
+  NodeRules at_once = rules;
+  at_once.at_once = true;
+  CHECK(exchange(costs, {{0, 10}}, at_once).published_ms[0] == std::vector<double>{26, 22});
 }
 
 TEST_CASE("exchange: gradients of a step and weights of the last share the network evenly") {
@@ -277,6 +282,7 @@ TEST_CASE("exchange: as the obvious reference, for any rules") {
     }
     NodeRules rules{.nodes = 1 + upto(6), .network_gb_per_s = upto(4) * 0.7, .latency_ms = upto(3) * 0.25};
     rules.clipped = upto(2) == 0;
+    rules.at_once = !rules.clipped && upto(2) == 0;
     const double update_gb_per_s = upto(3) * 0.9;
     Table landings_ms;
     const int first = upto(layers);  // layers below it have no gradient

@@ -15,6 +15,7 @@ from roundpipe.plan.machine import Machine, load
 
 LAYERS, HEAD_MS = 6, 60.0
 WEIGHTS = 100_000_000  # bytes of a layer
+AT_ONCE = "--gradients-at-once"
 # 8 microbatches on two devices; the head recomputes nothing.
 WORK_MS = 8 * (LAYERS * (2 * 10 + 20) + HEAD_MS) / 2
 
@@ -120,6 +121,12 @@ def test_the_network_of_a_machine_file(costs: str, tmp_path: Path) -> None:
             load(path)
 
 
+def test_weights_of_gradients_that_do_not_wait_come_later() -> None:
+    options = ("llama3.1-8b", "--mode", "sync", "--nodes", "1,2", "--network", "1Gb/s")
+    waiting, at_once = ([entry["step_ms"] for entry in nodes_of(*options, *more)] for more in ((), (AT_ONCE,)))
+    assert waiting[0] == at_once[0] and waiting[1] < at_once[1]
+
+
 def test_the_table_and_a_picture(costs: str, tmp_path: Path) -> None:
     page = tmp_path / "nodes.html"
     shown = run(costs, "--nodes", "1,2,64", "--network", "10Gb/s", "--picture", str(page), "--clip")
@@ -150,6 +157,10 @@ def test_the_table_and_a_picture(costs: str, tmp_path: Path) -> None:
         (["--nodes", "2", "--network", "1Gb/s", "--compare", "all"], "--compare is all, expected it without --nodes"),
         (["--network", "1Gb/s"], "--network has no effect here, expected it only with --nodes"),
         (["--network-latency", "1"], "--network-latency has no effect here, expected it only with --nodes"),
+        (
+            ["--nodes", "2", "--network", "1Gb/s", "--mode", "sync", "--clip", AT_ONCE],
+            "--clip is given, expected it without --gradients-at-once",
+        ),
         (["--clip"], "--clip has no effect here, expected it only with --nodes"),
     ],
 )
