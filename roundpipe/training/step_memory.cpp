@@ -84,17 +84,21 @@ StepMemory::StepMemory(runtime::Pipeline& pipeline, MemoryBudget budget)
 RecomputeGrain StepMemory::admit(const StepShape& step) {
   if (!budget_.device_bytes) return admit_within_caps(step);
   const std::shared_ptr<Engine> engine = Engine::current();
-  const std::string key =
-      concat(key_of(step), " ", step.microbatches, " ", step.options.gradient_groups, " ", static_cast<int>(step.mode),
-             " ", static_cast<int>(step.options.recompute_grain), " ", engine->size());
-  auto known = admitted_.find(key);
-  if (known == admitted_.end()) {
+  std::vector<Admitted>& admitted =
+      admitted_[concat(kind_of(step), " ", step.microbatches, " ", step.options.gradient_groups, " ",
+                       static_cast<int>(step.mode), " ", static_cast<int>(step.options.recompute_grain), " ",
+                       engine->size())];
+  const Sizes own = sizes_of(step);
+  auto as = std::ranges::find_if(
+      admitted, [&](const Admitted& each) { return std::ranges::equal(own, each.sizes, std::ranges::less_equal()); });
+  if (as == admitted.end()) {
     compare();
-    known = admitted_.emplace(key, fit(step, *budget_.device_bytes)).first;
+    const RecomputeGrain grain = fit(step, *budget_.device_bytes);
+    as = admitted.insert(admitted.end(), {own, grain});
   }
   // Not before: a step that is refused leaves the devices as they were.
   runtime::limit_memory(*engine, *budget_.device_bytes);
-  return known->second;
+  return as->grain;
 }
 
 RecomputeGrain StepMemory::admit_within_caps(const StepShape& step) {
@@ -269,7 +273,7 @@ std::string StepMemory::change(const StepShape& step, const Footprints& measured
 }
 
 const StepMemory::Footprints& StepMemory::footprints(const StepShape& step) {
-  const std::string key = key_of(step);
+  const std::pair key{kind_of(step), sizes_of(step)};
   const auto known = measured_.find(key);
   if (known != measured_.end()) return known->second;
   // Running layers would count in the same statistics. No synchronize(), which would settle an asynchronous step.
@@ -281,13 +285,20 @@ const StepMemory::Footprints& StepMemory::footprints(const StepShape& step) {
   return measured_[key] = measure_layers(pipeline_.model(), step.batch, step.label, step.loss, step.trains(), device);
 }
 
-std::string StepMemory::key_of(const StepShape& step) const {
-  std::string key = concat(step.loss ? "a loss" : "none", " ", step.trains());
+std::string StepMemory::kind_of(const StepShape& step) const {
+  std::string kind = concat(step.loss ? "a loss" : "none", " ", step.trains());
   for (const at::Tensor& tensor : step.batch.tensors)
-    key += concat(" ", tensor.sizes(), tensor.scalar_type(), tensor.requires_grad());
+    kind += concat(" ", tensor.dim(), tensor.scalar_type(), tensor.requires_grad());
   const std::shared_ptr<const void> held = pipeline_.model().hold();
-  for (const auto& state : pipeline_.model().layers) key += concat(" ", state->layer->mode_key());
-  return key;
+  for (const auto& state : pipeline_.model().layers) kind += concat(" ", state->layer->mode_key());
+  return kind;
+}
+
+StepMemory::Sizes StepMemory::sizes_of(const StepShape& step) {
+  Sizes sizes{step.label_bytes()};
+  for (const at::Tensor& tensor : step.batch.tensors)
+    sizes.insert(sizes.end(), tensor.sizes().begin(), tensor.sizes().end());
+  return sizes;
 }
 
 runtime::PlanRequest StepMemory::request(const StepShape& step, RecomputeGrain grain) const {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <roundpipe/runtime/call/run_options.h>
@@ -61,8 +62,9 @@ class StepMemory {
   void count(const OptimizerMemory& optimizer) { optimizer_ = optimizer; }
 
   // Plans the step within the budget of devices or, without one, within their own limits. Returns the recompute grain:
-  // kLayer if a stage's graph would not fit. Throws BudgetExceeded if the step cannot fit the budget with these
-  // microbatches; what cannot be measured within the devices' own limits is not planned so.
+  // kLayer if a stage's graph would not fit. A step that no dimension makes larger than one planned before is planned
+  // as that one, and not measured. Throws BudgetExceeded if the step cannot fit the budget with these microbatches;
+  // what cannot be measured within the devices' own limits is not planned so.
   RecomputeGrain admit(const StepShape& step);
   // Whether the budget of devices, if there is one, has room for the step, layer by layer if need be.
   bool fits(const StepShape& step);
@@ -86,11 +88,18 @@ class StepMemory {
     RecomputeGrain grain;
     simulate::DeviceMemory device;
   };
+  using Sizes = std::vector<int64_t>;
+  struct Admitted {
+    Sizes sizes;
+    RecomputeGrain grain;
+  };
 
   RecomputeGrain admit_within_caps(const StepShape& step);
   RecomputeGrain fit(const StepShape& step, int64_t budget_bytes);
   Least least(const StepShape& step, const Footprints& footprints, int64_t budget_bytes);
-  std::string key_of(const StepShape& step) const;
+  // What makes the sizes of steps comparable.
+  std::string kind_of(const StepShape& step) const;
+  static Sizes sizes_of(const StepShape& step);
   simulate::StepSizes sizes(const StepShape& step, RecomputeGrain grain, Footprints footprints) const;
   std::vector<schedule::Plan> plans(const StepShape& step, RecomputeGrain grain, int steps) const;
   runtime::PlanRequest request(const StepShape& step, RecomputeGrain grain) const;
@@ -113,8 +122,8 @@ class StepMemory {
   MemoryBudget budget_;
   bool has_emulated_;
   std::optional<OptimizerMemory> optimizer_;
-  std::map<std::string, Footprints> measured_;
-  std::map<std::string, RecomputeGrain> admitted_;
+  std::map<std::pair<std::string, Sizes>, Footprints> measured_;
+  std::map<std::string, std::vector<Admitted>> admitted_;  // within the budget, by kind
   runtime::StepsWithinCap within_cap_;
   std::optional<MemoryPrediction> last_;
   double correction_ = 1;  // of the predicted work of layers, by what was measured

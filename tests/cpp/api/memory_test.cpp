@@ -237,9 +237,14 @@ TEST_SUITE("memory of devices") {
   }
 
   TEST_CASE("only the first step of a kind and larger ones are measured, if at all") {
-    for (const bool measures : {true, false}) {
+    struct Limit {
+      bool measures = true;
+      std::optional<int64_t> budget = std::nullopt;
+    };
+    for (const auto& [measures, budget] : {Limit{}, Limit{false}, Limit{true, 64 * kMiB}}) {
       for (const bool autograd : {true, false}) {
         CAPTURE(measures);
+        CAPTURE(budget.has_value());
         CAPTURE(autograd);
         set_devices("virtual:2,memory=64MiB");
         at::manual_seed(1);
@@ -251,7 +256,8 @@ TEST_SUITE("memory of devices") {
           threads.insert(std::this_thread::get_id());
           return at::matmul(x, own[0]);
         };
-        Model model({layer({{"weight", weight}}, multiply), layer(nn::Linear(8, 8))}, {.measure_steps = measures});
+        Model model({layer({{"weight", weight}}, multiply), layer(nn::Linear(8, 8))},
+                    {.device_memory = budget, .measure_steps = measures});
         model.run_options().loss_reduction = LossReduction::kMean;
         model.run_options().microbatches = 2;
         std::vector<int64_t> measured;
