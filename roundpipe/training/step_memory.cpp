@@ -84,10 +84,9 @@ StepMemory::StepMemory(runtime::Pipeline& pipeline, MemoryBudget budget)
 RecomputeGrain StepMemory::admit(const StepShape& step) {
   if (!budget_.device_bytes) return admit_within_caps(step);
   const std::shared_ptr<Engine> engine = Engine::current();
-  std::vector<Admitted>& admitted =
-      admitted_[concat(kind_of(step), " ", step.microbatches, " ", step.options.gradient_groups, " ",
-                       static_cast<int>(step.mode), " ", static_cast<int>(step.options.recompute_grain), " ",
-                       engine->size())];
+  std::vector<Admitted>& admitted = admitted_[concat(
+      kind_of(step), " ", step.microbatches, " ", step.options.gradient_groups, " ", static_cast<int>(step.mode), " ",
+      static_cast<int>(step.options.recompute_grain), " ", engine->size())];
   const Sizes own = sizes_of(step);
   auto as = std::ranges::find_if(
       admitted, [&](const Admitted& each) { return std::ranges::equal(own, each.sizes, std::ranges::less_equal()); });
