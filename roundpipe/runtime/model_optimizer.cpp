@@ -262,6 +262,7 @@ void ModelOptimizer::check_at_once(const StepOptions& options, double loss_scale
   }
   if (loss_scale > 0) refuse("a scaler", "weights that need none, in bf16 or fp32");
   if (options.clip_by != ClipBy::kMeasuredNorm) return;
+  if (nodes_) refuse_two_passes("step");
   const auto refuse_pass = [](const char* what, const char* expected) {
     throw std::invalid_argument(concat("[step] ", frontend().option("clip_by", "measured_norm"), " is given, and ",
                                        what, ", expected ", expected, " before this step"));

@@ -29,7 +29,6 @@ void check(const StepOptions& options, bool several_nodes) {
     throw std::invalid_argument(concat("[step] ", option_of(options.clip_by),
                                        " is given without max_grad_norm, expected the norm to clip to beside it"));
   }
-  if (options.clip_by == ClipBy::kMeasuredNorm && several_nodes) refuse_two_passes("step");
   if (!options.gradient_factor) return;
   const double factor = *options.gradient_factor;
   if (!std::isfinite(factor))

@@ -35,8 +35,8 @@ struct StepOptions {
   std::optional<double> gradient_factor = std::nullopt;
 };
 
-// Throws std::invalid_argument for a norm that is not positive, another norm to clip by without it, a measured norm
-// with `several_nodes`, and for a factor that is no number or, without them, not 1.
+// Throws std::invalid_argument for a norm that is not positive, another norm to clip by without it, and for a factor
+// that is no number or, unless there are `several_nodes`, not 1.
 void check(const StepOptions& options, bool several_nodes);
 // Throws std::invalid_argument: several nodes train the model.
 [[noreturn]] void refuse_two_passes(const char* where);
