@@ -233,7 +233,7 @@ def compare_emulated(report: Report, setting: Setting, counts: Sequence[int], li
             # gloo's collectives over loopback cost no network, but the cores' time.
             reached = statistics.fmean(rate for each in rates for rate in each) if link else 0.0
             network = Network(reached, LATENCY_MS + (link.delay_ms if link else 0.0))
-            predicted = predict_nodes([nodes], request, choice, network, clip=False)[0]
+            predicted = predict_nodes([nodes], request, choice, network, clip=False, at_once=False)[0]
             speedup = f"{nodes * alone / measured:.2f}"
             ratio = f"{measured / predicted.step_ms:.3f}"
             shown = [

@@ -57,8 +57,8 @@ struct OptimizerFormat {
   // Keep the gradients of 16-bit weights in fp32 on the host, to sum them over several calls before a step.
   bool gradients_in_fp32 = false;
   // Use each gradient as soon as it is on the host, and keep room for those of a few layers only, instead of a place
-  // for all. Each forward_backward is then followed by a synchronous step without a scaler, and
-  // with another `clip_by` than kNorm if gradients are clipped.
+  // for all. Each forward_backward is then followed by a synchronous step without a scaler, and with
+  // another `clip_by` than kNorm if gradients are clipped.
   bool gradients_at_once = false;
   // A disk for the moments, and the masters if it holds them, that host memory has no room for. The bits are the same.
   DiskOptions disk = {};

@@ -377,6 +377,11 @@ void check_training_options(const OptionValues& values) {
   }
 }
 
+void check_options_of_nodes(const OptionValues& values, int nodes) {
+  if (nodes > 1 && text_of(values, "clip_by") == kTwoPasses)
+    refuse("clip_by", kTwoPasses, "last_norm over several nodes: a first pass measures one node's part");
+}
+
 std::string option_flag(std::string_view name) {
   std::string flag = concat("--", name);
   std::ranges::replace(flag, '_', '-');

@@ -43,6 +43,8 @@ const TrainingOption& training_option(std::string_view name);
 // Throws std::invalid_argument, which names the option, for a value out of its range, and for values that do not fit
 // each other. Names that the table has not are left alone.
 void check_training_options(const OptionValues& values);
+// Throws std::invalid_argument, which names the option, for a value that so many nodes cannot train with.
+void check_options_of_nodes(const OptionValues& values, int nodes);
 
 // The option on the command line, such as "--lora-rank", and the text of a value there.
 std::string option_flag(std::string_view name);

@@ -117,8 +117,8 @@ def predict_nodes(
     choice: _core.PlanChoice,
     network: Network,
     *,
-    clip: bool = False,
-    at_once: bool = False,
+    clip: bool,
+    at_once: bool,
 ) -> list[NodesPrediction]:
     """Predicts the steps of a choice of our planner on several nodes, each of which runs that plan.
 

@@ -290,6 +290,12 @@ class TrainConfig:
 
         return _core.trains_adapters(self._shared_values())
 
+    def check_for(self, nodes: int) -> None:
+        """Raises ValueError: so many nodes cannot train with an option."""
+        from roundpipe import _core
+
+        _core.check_options_of_nodes(self._shared_values(), nodes)
+
     @property
     def packed(self) -> bool:
         """Whether samples share rows."""

@@ -136,7 +136,7 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     rows = group * math.ceil(groups / microbatches)
     device = torch.device(pool.torch_devices[0])
     shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)), largest)
-    dtype = next(shapes.model.parameters()).dtype
+    dtype = _dtype_of(shapes)
     gflops = matmul_gflops(device, dtype)
     # Virtual devices share the host's cores.
     shared = len(pool) if device.type == "cpu" else 1
@@ -185,9 +185,13 @@ def _shapes(config: TrainConfig, rows: int, chunk_logit_bytes: int, largest: Lar
     )
 
 
+def _dtype_of(shapes: ModelShapes) -> torch.dtype:
+    return next(shapes.model.parameters()).dtype
+
+
 def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Machine) -> Iterator[str]:
     shapes, best = forecast.shapes, forecast.found.choices[0]
-    dtype = str(next(shapes.model.parameters()).dtype).removeprefix("torch.")
+    dtype = str(_dtype_of(shapes)).removeprefix("torch.")
     yield (
         f"model    {shapes.parameters / 1e6:,.2f} M parameters in {dtype}, of which {shapes.trained / 1e6:,.2f} M are "
         f"trained; arithmetic {shapes.arithmetic}"
@@ -277,7 +281,7 @@ def _changes(config: TrainConfig, forecast: Forecast) -> Iterator[tuple[str, Tra
     if forecast.rows > 1 and not forecast.found.fits:
         yield f"--microbatches {all_rows}", dataclasses.replace(config, microbatches=all_rows)
     if not forecast.host_fits:
-        yield from _of_the_optimizer(config, next(forecast.shapes.model.parameters()).dtype)
+        yield from _of_the_optimizer(config, _dtype_of(forecast.shapes))
     if not config.trains_adapters:
         yield "--lora", dataclasses.replace(config, lora=True)
     length = config.length if forecast.pictures is None else 0  # a shorter one leaves samples out

@@ -23,7 +23,7 @@ from roundpipe.checkpoints.runs.lines import Lines
 from roundpipe.data.batches import check_positions
 from roundpipe.data.pictures.processor import PictureProcessor
 from roundpipe.data.tokenizer import padding_token_id
-from roundpipe.train.config import TrainConfig, refused
+from roundpipe.train.config import TrainConfig
 from roundpipe.train.config_file import read_config
 from roundpipe.train.data import RunData, check_vocabulary, read_data
 from roundpipe.train.interface.progress import Screen
@@ -74,8 +74,7 @@ def run(config: TrainConfig, resume: bool) -> int:
 
 def _run(config: TrainConfig, resume: bool, nodes: RunNodes) -> int:
     nodes.require_same(config)
-    if config.clip_by == "two_passes" and nodes.size > 1:
-        raise refused("clip_by", config.clip_by, "last_norm over several nodes: a first pass measures one node's part")
+    config.check_for(nodes.size)
     if config.devices is not None:
         roundpipe.devices(config.devices)
     config = _with_microbatches(config, resume, nodes)

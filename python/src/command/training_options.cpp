@@ -17,6 +17,7 @@ void bind_training_options(py::module_& module) {
       .def_readonly("of_a_machine", &TrainingOption::of_a_machine);
   module.def("training_options", &training_options);
   module.def("check_training_options", &check_training_options, py::arg("values"));
+  module.def("check_options_of_nodes", &check_options_of_nodes, py::arg("values"), py::arg("nodes"));
   module.def("fixed_training_options", &fixed_training_options, py::arg("values"));
   module.def("note_of_few_steps", &note_of_few_steps, py::arg("values"), py::arg("steps"));
   module.def("require_same_options", &require_same_options, py::arg("before"), py::arg("now"), py::arg("run"));

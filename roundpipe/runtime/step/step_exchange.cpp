@@ -1,7 +1,6 @@
 // The part of a step that several nodes make together. Runs on the nodes' threads.
 
 #include <algorithm>
-#include <ranges>
 
 #include <roundpipe/cluster/channel.h>
 #include <roundpipe/cluster/nodes.h>
@@ -16,9 +15,8 @@ void StepRun::start_exchange() {
   // The weights first: if the second does not start, its thread fails all that the first one waits for.
   const auto self = shared_from_this();
   nodes_->channel(Link::kWeights).submit([self] {
-    const auto gather = [&](BlockStep& step) { self->gather(step); };
-    if (self->at_once_) return std::ranges::for_each(self->blocks_ | std::views::reverse, gather), void();
-    std::ranges::for_each(self->blocks_, gather);
+    const size_t count = self->blocks_.size();
+    for (size_t i = 0; i < count; ++i) self->gather(self->blocks_[self->at_once_ ? count - 1 - i : i]);
   });
   nodes_->channel(Link::kGradients).submit([self] {
     for (auto step = self->blocks_.rbegin(); step != self->blocks_.rend(); ++step) self->exchange(*step);

@@ -91,6 +91,10 @@ TEST_CASE("training options: values that do not fit each other are named") {
   }
   CHECK(refusal({{"gradients_at_once", true}, {"clip_by", last}}).empty());
   CHECK(refusal({{"gradients_at_once", true}, {"clip_by", passes}}).empty());
+  CHECK_NOTHROW(check_options_of_nodes({{"clip_by", passes}}, 1));
+  CHECK_THROWS_WITH_AS(check_options_of_nodes({{"clip_by", passes}}, 2),
+                       doctest::Contains("[train] --clip-by is two_passes, expected last_norm over several nodes"),
+                       std::invalid_argument);
   CHECK(refusal({{"lora_rank", int64_t{8}}}).empty());  // the default, which a file of a run has
   CHECK(refusal({{"dora", true}, {"lora_rank", int64_t{4}}, {"lora_targets", targets}}).empty());
 }
