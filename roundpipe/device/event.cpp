@@ -6,6 +6,7 @@
 #include <roundpipe/core/clock.h>
 #include <roundpipe/core/engine_life.h>
 #include <roundpipe/core/frontend.h>
+#include <roundpipe/core/mutex.h>
 
 namespace roundpipe::device {
 
@@ -31,6 +32,7 @@ std::atomic<int> waiting_users{0};
 std::atomic<void (*)() noexcept> wait_hook{nullptr};
 
 void call_wait_hook() noexcept {
+  require_no_locks("what a user's wait lets go on");
   if (auto* const hook = wait_hook.load()) hook();
 }
 

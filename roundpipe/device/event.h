@@ -108,7 +108,8 @@ class WaitingUser {
 
   // Whether any lives.
   static bool any() noexcept;
-  // From now on, `hook` runs on every thread that begins to wait, once any() holds. There is one hook.
+  // From now on, `hook` runs on every thread that begins to wait, once any() holds. There is one hook. The thread holds
+  // no lock: see require_no_locks.
   static void set_hook(void (*hook)() noexcept) noexcept;
 };
 

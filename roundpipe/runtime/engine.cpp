@@ -225,6 +225,7 @@ std::shared_ptr<Engine> Engine::set_current(const std::vector<device::DeviceSpec
     }
     // Without the lock, since layers and losses may ask for the pool.
     for (const std::shared_ptr<Engine>& pool : living) pool->wait_idle();
+    living.clear();
   }
 }
 
@@ -244,19 +245,17 @@ bool Engine::while_idle(const std::vector<std::shared_ptr<Engine>>& engines, con
 void Engine::shut_down() {
   if (is_left_behind()) return;
   FunctionThread::drain_any();
-  static Mutex one_at_a_time;
+  static Mutex one_at_a_time{Mutex::Kind::kTurn};  // what a wait for the devices lets go on may be the user's
   const MutexLock alone(one_at_a_time);
   std::vector<std::shared_ptr<Engine>> engines;
   {
     const MutexLock lock(pools().mutex);
     engine_ends();
-    pools().current.reset();
-    for (const std::weak_ptr<Engine>& engine : pools().all) engines.push_back(engine.lock());
+    engines = pools().living();
     pools().all.clear();
+    pools().current.reset();  // not the last reference
   }
-  for (const auto& engine : engines) {
-    if (engine) engine->stop();
-  }
+  for (const auto& engine : engines) engine->stop();
   // All gradients have landed. Steps that are left must end before the process does.
   cluster::Channel::drain_all();
   UpdateThread::instance().stop();
