@@ -9,6 +9,7 @@ when a held-out loss is further off than stated.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 
@@ -102,19 +103,25 @@ def main() -> None:
     arguments.add_argument(
         "--in-float32", action="store_true", help="bf16 weights, but products in fp32: for processors without bf16's"
     )
+    arguments.add_argument(
+        "--rows", default="", metavar="REGEX", help="only rows whose name it finds; compared with those that were run"
+    )
     chosen = arguments.parse_args()
+    cases = {name: case for name, case in CASES.items() if re.search(chosen.rows, name)}
+    if not cases:
+        arguments.error(f"--rows {chosen.rows}: no row has such a name, expected one of: " + "; ".join(CASES))
     report = Report("Convergence of the demo's model", chosen.out)
     roundpipe.devices(VIRTUAL_DEVICES)
     runs = DemoRuns.prepare(chosen.steps, RATE, chosen.quick, chosen.in_float32)
     report(f"{runs}.")
     report("")
     rows, losses, failed = [], {}, []
-    for name, (dtype, make, compared) in CASES.items():
+    for name, (dtype, make, compared) in cases.items():
         model = runs.model(dtype)
         seen = runs.train(model, make(model, runs))
         losses[name] = seen.held_out
         row = [name, f"{seen.held_out:.4f}", f"{seen.seconds:.0f}", "", "", ""]
-        if compared is not None:
+        if compared is not None and compared[0] in losses:
             other, bound = compared
             off = seen.held_out / losses[other] - 1
             row[3:] = [other, f"{100 * off:+.2f} %", f"{100 * bound:.1f} %"]
