@@ -29,9 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "all weights, least memory, disk": LEAST | {"disk": "/nvme", "disk_holds": "masters"},
     "LoRA of rank 16": {"train": "lora"},
 }
-DISK = {"disk_both_gb_per_s": 3.0}
 RATES = {"link_up_gb_per_s": 25.0, "link_down_gb_per_s": 25.0, "host_gb_per_s": 60.0}
-UPDATE_GB_PER_S = 6.0
+DESCRIBED = Machine("one card", [(1.0, 0)], RATES, update_gb_per_s=6.0, disk={"disk_both_gb_per_s": 3.0})
 # Fused attention alone is predicted.
 NAMES = [name for name in MODELS if name != "gpt-oss-20b"]
 
@@ -67,7 +66,7 @@ def main() -> None:
     report.header(["model", "trained", *options.hosts])
     with tempfile.TemporaryDirectory() as folder:
         machine = Path(folder, "machine.toml")
-        machine.write_text(Machine("one card", [(1.0, 0)], RATES, UPDATE_GB_PER_S, disk=DISK).text())
+        DESCRIBED.save(machine)
         for name in options.models:
             MODELS[name].config().save_pretrained(Path(folder, name))
             for way, values in WAYS.items():

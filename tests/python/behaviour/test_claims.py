@@ -248,12 +248,14 @@ def run(command: str) -> str:
 
 @pytest.fixture
 def model_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folders of the published models, with their configurations, in the current one."""
+    """In the current folder, those of the published models, with their configurations, and a machine's FILE."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     from support.published_models import MODELS
+    from what_fits import DESCRIBED
 
     for name, model in MODELS.items():
         model.config().save_pretrained(tmp_path / name)
+    DESCRIBED.save(tmp_path / "FILE")
     monkeypatch.chdir(tmp_path)
 
 
