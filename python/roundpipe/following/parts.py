@@ -279,7 +279,9 @@ class Before(Part):
         flags = {n: v if isinstance(v, (bool, str, type(None))) else type(v).__name__ for n, v in kwargs.items()}
         # What a tower returns has a leaf for each picture.
         towers = [(each.tower, len(each.leaves)) for each in returned]
-        of_towers = (towers, ending.kept, ending.towers) if towers else ()
+        # Labels of another kind may ask for another loss, and are left behind only if they are numbers.
+        numbers = list(numbers_given((args, kwargs)))
+        of_towers = (towers, ending.kept, ending.towers, numbers) if towers else ()
         key = repr((len(args), sorted(flags.items()), of_towers))
         known = self.followed.carried.get(key)
         if known is None:

@@ -168,6 +168,15 @@ def test_wrapping_leaves_the_kind_of_problem_open() -> None:
     assert model.config.problem_type is None
 
 
+@pytest.mark.parametrize("name", ["bert_classifier", "bert_multi_label"])
+def test_labels_of_any_kind_reach_the_loss(name: str) -> None:
+    """Those of numbers are left behind only where no loss needs them, which wrapping tries with classes."""
+    make, batch = WITH_LOSS[name]
+    model = build(make)
+    expected = copy.deepcopy(model)(**batch(4)).loss
+    assert torch.equal(wrap(model, RoundPipeRunConfig(num_microbatch=1))(**batch(4)).loss, expected)
+
+
 def test_the_documented_steps_train() -> None:
     model = build(WITH_LOSS["bert_classifier"][0])
     wrapped = wrap(model, RoundPipeRunConfig())
