@@ -32,6 +32,7 @@ from roundpipe.train.loop import StepRecord, Training
 from roundpipe.train.model import load_model
 from roundpipe.train.nodes import RunNodes
 from roundpipe.train.optimizer import make_optimizer, make_schedule
+from roundpipe.train.tasks.objective import NextTokens
 from roundpipe.train.trackers import All, Metrics, TensorBoard
 
 WARM_UP = 3  # steps that do not count
@@ -88,8 +89,10 @@ def by_command(config: TrainConfig, folder: Path) -> Taken:
     model, optimizer, schedule, data = parts(config, folder)
     clock = Clock()
     board = TensorBoard(folder / "events")
+    nodes = RunNodes.alone()
     with Screen(data.steps, 0, 1) as screen:
-        training = Training(config, model, optimizer, schedule, data, folder, RunNodes.alone())
+        objective = NextTokens(model, nodes, config.microbatches)
+        training = Training(config, model, optimizer, schedule, data, folder, nodes, objective)
         metrics = Metrics(Lines(folder / "metrics.jsonl"))
         training.run(All([metrics, board, screen, clock]), lambda: False)
     board.close()
