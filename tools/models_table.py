@@ -33,7 +33,8 @@ of it, and LoRA adapters of the language model beside a frozen tower.
 - **bits**: with one microbatch, the loss and every gradient have the bits of the plain model. With three, they are
   within {LARGEST:.0e} of the largest gradient.
 - **bits'**: the same, but the bits with one microbatch are those of the plain model with torch's activation
-  checkpointing, which recomputes its layers as the pipeline does. A convolution over tokens then has other last bits.
+  checkpointing, which recomputes its layers as the pipeline does. A convolution over tokens then has other last bits,
+  on some processors in more cells than here.
 - **bits of one**: this holds with one microbatch. Several are refused by name, or warned of, see below the table.
 - **refused**: by name, see below the table.
 - **no**: it does not hold.

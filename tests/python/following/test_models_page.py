@@ -17,8 +17,9 @@ TOOL = runpy.run_path(str(Path(__file__).resolve().parents[3] / "tools" / "model
 
 @pytest.mark.parametrize("name", mostly_long(ALL))
 def test_a_models_rows_are_current(name: str, one_torch_thread: None) -> None:
-    lines = TOOL["FILE"].read_text().splitlines()
-    missing = [line for line in TOOL["rows"](name) if line not in lines]
+    # Whether a convolution's last bits are others in a recomputation depends on the processor.
+    lines = TOOL["FILE"].read_text().replace("bits'", "bits").splitlines()
+    missing = [line for line in TOOL["rows"](name) if line.replace("bits'", "bits") not in lines]
     assert not missing, "run python tools/models_table.py"
 
 
