@@ -75,7 +75,8 @@ void LayerRunner::bind(JobRun& run) {
       const auto resident = run.residents.find(block);
       leaf.set_data(resident != run.residents.end() ? layout.view(resident->second.weights, index)
                                                     : layout.view(run.weights, index, place.blocks_at[position]));
-      leaf.set_requires_grad(call.requires_grad && call.trainable[number][i] != 0);
+      // Without gradients, too: torch chooses products by it, and the plain model's weights have it then.
+      leaf.set_requires_grad(call.trainable[number][i] != 0);
     }
     for (size_t i = 0; i < state.buffers.size(); ++i) {
       layer.buffers[i].set_data(state.buffer_layout.view(run.weights, i, place.buffers_at));

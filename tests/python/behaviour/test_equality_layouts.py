@@ -280,3 +280,24 @@ def test_one_tensor_given_twice_is_one_in_every_layer() -> None:
         config = RoundPipeRunConfig(num_microbatch=1, recompute_grain=grain, execute_plan=plan)  # type: ignore[arg-type]
         RoundPipe(model).forward_backward((batch(7, 6),), loss_fn=mean_square, run_config=config)
     assert same and all(same)
+
+
+class Flags(nn.Linear):
+    """What torch chooses its products by: whether each parameter requires gradients."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flags = torch.tensor([float(p.requires_grad) for p in self.parameters()])
+        return x + 0 * super().forward(x) + flags
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_parameters_require_gradients_as_those_of_the_plain_model(gradients: bool) -> None:
+    use_devices(2)
+    model = nn.Sequential(Flags(2, 2), Flags(2, 2))
+    model[0].bias.requires_grad_(False)
+    x = torch.zeros(3, 2)
+    with torch.set_grad_enabled(gradients):
+        expected = model(x)
+        found = RoundPipe(model)(x)
+    assert torch.equal(found, expected)
+    assert found.requires_grad == expected.requires_grad
