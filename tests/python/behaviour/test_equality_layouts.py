@@ -286,7 +286,7 @@ class Flags(nn.Linear):
     """What torch chooses its products by: whether each parameter requires gradients."""
 
     def forward(self, x: Tensor) -> Tensor:
-        flags = torch.tensor([float(p.requires_grad) for p in self.parameters()])
+        flags = torch.tensor([float(p.requires_grad) for p in self.parameters()], device=x.device)
         return x + 0 * super().forward(x) + flags
 
 
