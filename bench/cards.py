@@ -107,7 +107,7 @@ def speed_of(planned: Planned) -> float | None:
     """Tokens a second; None: it does not fit."""
     if not planned.fits:
         return None
-    step_ms = planned.fit.choices[0].step_ms + planned.fit.again_ms
+    step_ms = planned.fit.step_ms
     return planned.fit.request.microbatches * TOKENS / step_ms * 1000
 
 

@@ -424,6 +424,7 @@ class Cluster:
         host_gb_per_s: float = 0.0,
         hop_latency_ms: float = 0.0,
         resident_bytes: int = 0,
+        on_host_cores: bool = False,
     ) -> None: ...
     def __len__(self) -> int: ...
 

@@ -119,14 +119,15 @@ void bind_schedule(py::module_& module) {
   module.def("gradient_sums", &gradient_sums, py::arg("gradient_bytes"));
   py::class_<Cluster>(module, "Cluster")
       .def(py::init([](const std::vector<std::pair<double, std::int64_t>>& devices, double link_up, double link_down,
-                       double host, double hop_latency_ms, std::int64_t resident_bytes) {
-             Cluster cluster{{}, link_up, link_down, host, hop_latency_ms};
+                       double host, double hop_latency_ms, std::int64_t resident_bytes, bool on_host_cores) {
+             Cluster cluster{{}, link_up, link_down, host, hop_latency_ms, on_host_cores};
              for (const auto& [speed, memory_bytes] : devices)
                cluster.devices.push_back({speed, memory_bytes, resident_bytes});
              return cluster;
            }),
            py::kw_only(), py::arg("devices"), py::arg("link_up_gb_per_s") = 0.0, py::arg("link_down_gb_per_s") = 0.0,
-           py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0, py::arg("resident_bytes") = 0)
+           py::arg("host_gb_per_s") = 0.0, py::arg("hop_latency_ms") = 0.0, py::arg("resident_bytes") = 0,
+           py::arg("on_host_cores") = false)
       .def("__len__", [](const Cluster& cluster) { return cluster.devices.size(); });
   py::class_<TimingRules>(module, "TimingRules")
       .def(py::init([](bool asynchronous, bool hop_on_same_device, bool late_recompute) {

@@ -25,6 +25,9 @@ struct Cluster {
   double link_down_gb_per_s = 0;  // device to host, for each device
   double host_gb_per_s = 0;       // of the host's memory, shared by all links and the optimizer's updates
   double hop_latency_ms = 0;      // of an activation or boundary gradient from one device to another
+  // The devices' work, the links' and the updates are done by the same cores, as with virtual devices: their times add
+  // up.
+  bool on_host_cores = false;
 };
 
 // The host's optimizer, as plans see it. It updates one layer at a time.

@@ -57,6 +57,11 @@ LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, const Upda
   return *std::ranges::max_element(times, {}, &LeastTime::ms);
 }
 
+double time_in_turn_ms(const MovedBytes& moved, const Cluster& cluster, const UpdateRate& update) {
+  return ms(moved.up, cluster.link_up_gb_per_s) + ms(moved.down, cluster.link_down_gb_per_s) +
+         ms(moved.updated, update.gb_per_s);
+}
+
 double hop_ms(const LayerCosts& costs, const Cluster& cluster) {
   double bytes = 0;
   for (std::size_t layer = 0; layer + 1 < costs.size(); ++layer)

@@ -28,6 +28,9 @@ struct LeastTime {
 // through the host's memory. Rates of 0 are infinite.
 LeastTime least_time(const MovedBytes& moved, const Cluster& cluster, const UpdateRate& update);
 
+// The time of all transfers and updates one after another.
+double time_in_turn_ms(const MovedBytes& moved, const Cluster& cluster, const UpdateRate& update);
+
 // Milliseconds that a value takes from one device to another by way of the host, on links that move nothing else: the
 // largest boundary value of `costs`, down and up.
 double hop_ms(const LayerCosts& costs, const Cluster& cluster);

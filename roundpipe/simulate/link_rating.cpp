@@ -124,16 +124,22 @@ bool LinkRating::rate(PlanChoice& choice, Precision precision) {
   if (!rated.fits) return false;
   const std::int64_t visits = visits_of(choice);
   const auto [known, is_missing] = rated.step_ms.try_emplace(precision);
-  const double least_ms = choice.rating.work_ms / speeds_;
   if (is_missing) {
     const int steps = steps_of(visits, precision);
     visits_ += visits * steps;
     // The pace of a few steps is a fit, which may come out faster than their work.
-    known->second = std::max(simulated(choice, cluster_, rules_, steps).steady_step_ms, least_ms);
+    known->second = std::max(simulated(choice, cluster_, rules_, steps).steady_step_ms, least_ms(choice));
   }
   choice.rating.step_ms = choice.score_ms = known->second;
-  choice.rating.bubble = choice.rating.step_ms > 0 ? 1 - least_ms / choice.rating.step_ms : 0;
+  choice.rating.bubble = choice.rating.step_ms > 0 ? 1 - choice.rating.work_ms / speeds_ / choice.rating.step_ms : 0;
   return true;
+}
+
+double LinkRating::least_ms(const PlanChoice& choice) const {
+  const double work_ms = choice.rating.work_ms / speeds_;
+  if (!cluster_.on_host_cores) return work_ms;
+  const schedule::MovedBytes moved = schedule::moved_bytes(choice.recipe, costs_, sums_);
+  return work_ms + schedule::time_in_turn_ms(moved, cluster_, rules_.update);
 }
 
 Timeline LinkRating::simulated(const PlanChoice& choice, const Cluster& cluster, const LinkRules& rules,
@@ -144,12 +150,13 @@ Timeline LinkRating::simulated(const PlanChoice& choice, const Cluster& cluster,
 
 std::string LinkRating::limit_of(const PlanChoice& choice) const {
   if (choice.rating.bubble < kSmallBubble) return "compute";
-  double least_ms = choice.rating.step_ms * (1 - kSmallBubble);
+  double shortest_ms = choice.rating.step_ms * (1 - kSmallBubble);
+  if (cluster_.on_host_cores && shortest_ms < least_ms(choice)) return "the host's cores";
   std::string limit = rules_.timing.asynchronous ? "dependencies" : "fill and drain";
   const auto consider = [&](const char* name, const Cluster& cluster, const LinkRules& rules) {
     const double ms = simulated(choice, cluster, rules, repeated(kLimitSteps)).steady_step_ms;
-    if (ms >= least_ms) return;
-    least_ms = ms;
+    if (ms >= shortest_ms) return;
+    shortest_ms = ms;
     limit = name;
   };
   Cluster up = cluster_, down = cluster_, host = cluster_;

@@ -40,7 +40,8 @@ class LinkRating {
   bool rate(schedule::PlanChoice& choice, Precision precision);
   std::int64_t visits() const { return visits_; }
 
-  // What shortens the step most if it is made infinitely fast; else compute, or what the search was limited by.
+  // What shortens the step most if it is made infinitely fast; else compute, or what the search was limited by. "the
+  // host's cores" if they are busy all the time (see Cluster::on_host_cores).
   std::string limit_of(const schedule::PlanChoice& choice) const;
 
  private:
@@ -52,6 +53,8 @@ class LinkRating {
   int steps_of(std::int64_t visits, Precision precision) const;
   Timeline simulated(const schedule::PlanChoice& choice, const schedule::Cluster& cluster, const LinkRules& rules,
                      int steps) const;
+  // No step is shorter than what its devices compute or, if they are the host's cores, what those do in all.
+  double least_ms(const schedule::PlanChoice& choice) const;
   // A synchronous step is simulated alone.
   int repeated(int steps) const { return rules_.timing.asynchronous ? steps : 1; }
 

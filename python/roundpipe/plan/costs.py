@@ -76,6 +76,7 @@ class CostSet:
         rates: link and host bandwidths in GB/s, by field name.
         stages: number of layers in each stage of the schedules to compare with; None balances them.
         tokens: of a microbatch; None = not known.
+        on_host_cores: whether the devices are virtual: the same cores compute, move and update.
     """
 
     name: str
@@ -86,6 +87,7 @@ class CostSet:
     rates: dict[str, float] = dataclasses.field(default_factory=dict)
     stages: _core.BaselineSizes | None = None
     tokens: int | None = None
+    on_host_cores: bool = False
 
     def __post_init__(self) -> None:
         if len(self.layers) > _MOST_LAYERS:
@@ -132,7 +134,9 @@ class CostSet:
                 f"[costs] {self.name} names no bandwidths, expected link_up_gb_per_s, link_down_gb_per_s or "
                 "host_gb_per_s for --links"
             )
-        return _core.Cluster(devices=specs, resident_bytes=resident_bytes, **self.rates)
+        return _core.Cluster(
+            devices=specs, resident_bytes=resident_bytes, on_host_cores=self.on_host_cores, **self.rates
+        )
 
 
 def load(source: str) -> CostSet:

@@ -82,6 +82,11 @@ class Fit:
         return once * self.request.microbatches / sum(self.request.speed_of_each())
 
     @property
+    def step_ms(self) -> float:
+        """Of a step, with what layer by layer recompute adds."""
+        return float(self.choices[0].step_ms) + self.again_ms
+
+    @property
     def of_a_step(self) -> int:
         """Bytes of a step on the host."""
         return self.values + self.partial_sums
@@ -189,7 +194,7 @@ def _fit(
                     _where_all_stay(request, layers, way, memory, mode, room or 0),
                 )
                 possible = [fit for fit in others if fit and (host_room is None or fit.of_a_step <= host_room)]
-                return min([*possible, best], key=lambda fit: fit.choices[0].step_ms + fit.again_ms)
+                return min([*possible, best], key=lambda fit: fit.step_ms)
             share *= min(lower, 1 / found.over)
     return best
 

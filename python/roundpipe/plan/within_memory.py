@@ -163,8 +163,7 @@ def _plan(options: PlanOptions) -> Planned:
     unknown = "embeddings, and what a layer holds for a moment only; costs do not say (a model's folder does)"
     disk = None
     if options.disk is not None:
-        step_ms = found.choices[0].step_ms + found.again_ms
-        disk = DiskUse(options.disk, host.on_disk, disk_gb_per_s, step_ms, options.disk_endurance_bytes())
+        disk = DiskUse(options.disk, host.on_disk, disk_gb_per_s, found.step_ms, options.disk_endurance_bytes())
     return Planned(options, request, found, host, shapes, "" if shapes is not None else unknown, disk)
 
 

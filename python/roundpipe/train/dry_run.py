@@ -70,7 +70,7 @@ class Forecast:
 
     @property
     def step_ms(self) -> float:
-        return self.first_pass_ms + self.found.choices[0].step_ms
+        return self.first_pass_ms + self.found.step_ms
 
 
 def dry_run(
@@ -138,9 +138,9 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)), largest)
     dtype = _dtype_of(shapes)
     gflops = matmul_gflops(device, dtype)
-    # Virtual devices share the host's cores.
-    shared = len(pool) if device.type == "cpu" else 1
-    costs = machine.costs(costs_of_shapes(shapes, card_of_tflops(gflops / 1000 / shared)))
+    on_host_cores = device.type == "cpu"  # virtual devices share them
+    card = card_of_tflops(gflops / 1000 / (len(pool) if on_host_cores else 1))
+    costs = dataclasses.replace(machine.costs(costs_of_shapes(shapes, card)), on_host_cores=on_host_cores)
     layers = layers_of_shapes(shapes)
     given = None if is_unmeasured(config.device_memory) else config.device_memory
     budget = None if given is None else _core.parse_bytes(given)
@@ -207,9 +207,11 @@ def _lines(config: TrainConfig, forecast: Forecast, data: RunData, machine: Mach
     yield f"devices  {roundpipe.devices().description}"
     yield f"plan     {best.cut}"
     speed = config.tokens_of_step / forecast.step_ms * 1000 if forecast.step_ms else 0.0
-    measuring = f", of which {forecast.first_pass_ms:,.1f} ms measure the norm" if forecast.first_pass_ms else ""
+    parts = ((forecast.first_pass_ms, "measure the norm"), (forecast.found.again_ms, "recompute layer by layer"))
+    more = " and ".join(f"{ms:,.1f} ms {what}" for ms, what in parts if ms)
+    more = f", of which {more}" if more else ""
     yield (
-        f"step     {forecast.step_ms:,.1f} ms (predicted){measuring}, limited by {best.limit}; {speed:,.0f} tokens/s "
+        f"step     {forecast.step_ms:,.1f} ms (predicted){more}, limited by {best.limit}; {speed:,.0f} tokens/s "
         "if rows are full"
     )
     rates = machine.rates

@@ -404,6 +404,33 @@ TEST_CASE("link search: fewer layers than the fused stage may have") {
   }
 }
 
+TEST_CASE("link search: on the host's cores, computing, moving and updating add up") {
+  const LayerCosts costs(6, layer(10, 20, 4, 1));
+  Cluster cluster = machine(2, 1, 0);
+  SearchOptions options;
+  options.plan = planner(4);
+  LinkRules rules;
+  rules.update.gb_per_s = 0.5;
+  rules.timing.asynchronous = false;
+  const auto rated = [&](const Cluster& of) {
+    LinkRating rating(costs, of, options, rules, 1);
+    PlanChoice choice = rating.choice_of(to_cut(greedy_stages(costs, 2, options.plan)));
+    REQUIRE(rating.rate(choice, Precision::kReport));
+    return std::pair(choice, rating.limit_of(choice));
+  };
+  const auto [apart, limit] = rated(cluster);
+  cluster.on_host_cores = true;
+  const auto [together, limit_together] = rated(cluster);
+  const MovedBytes moved = moved_bytes(apart.recipe, costs, sums_of(costs, options.plan));
+  const double work_ms = apart.rating.work_ms / 2;
+  const double in_turn_ms = work_ms + (moved.up + moved.down) / 1e6 + moved.updated / 0.5e6;
+  CHECK(apart.rating.step_ms < in_turn_ms);
+  CHECK(together.rating.step_ms == doctest::Approx(in_turn_ms));
+  CHECK(together.rating.bubble == doctest::Approx(1 - work_ms / in_turn_ms));
+  CHECK(limit != "the host's cores");
+  CHECK(limit_together == "the host's cores");
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const LinkCase slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const LinkCase& of, UpdateRate update) {

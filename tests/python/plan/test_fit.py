@@ -267,6 +267,7 @@ def test_on_a_small_device_fewer_boundaries_are_recomputed_from_layer_by_layer(m
     forward_ms = few.request.costs.layers[1].forward_ms
     again = few.again_ms * 2 / (4 * forward_ms)
     assert 12 - len(few.choices[0].backward) <= again <= 12 and free.again_ms == 0
+    assert few.step_ms - few.choices[0].step_ms == pytest.approx(few.again_ms)
 
 
 def test_without_a_number_of_microbatches_it_is_that_of_training_or_fewer(folder: Path) -> None:
