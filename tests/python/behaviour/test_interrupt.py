@@ -21,6 +21,7 @@ from torch import nn
 import roundpipe
 from robustness import assert_same, pipe_of, script_environment, sgd_step, squared_error
 from roundpipe import RoundPipe
+from roundpipe.following.layers.shell import PythonLayer
 from roundpipe.model.step.uninterrupted import uninterrupted
 from sweeps import mostly_long
 
@@ -197,6 +198,36 @@ def test_a_model_is_usable_after_an_interrupt(what: str) -> None:
         # Fewer, when an earlier test's pool ends meanwhile.
         assert threading.active_count() <= threads[0]
         assert process.num_threads() <= threads[1]
+
+
+def test_none_is_lost_while_the_first_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails while layers are measured is left to the step itself to say; an interrupt is not one of these."""
+    mode_key = PythonLayer.mode_key
+    roundpipe.devices("virtual:2,memory=48MiB")
+    value = torch.randn(4, 4)
+
+    def first_step(interrupted_at: int) -> int:
+        looks = 0
+
+        def interrupted(layer: PythonLayer) -> int:
+            nonlocal looks
+            if threading.current_thread() is threading.main_thread():
+                looks += 1
+                if looks == interrupted_at:
+                    raise KeyboardInterrupt
+            return mode_key(layer)
+
+        monkeypatch.setattr(PythonLayer, "mode_key", interrupted)
+        pipe = pipe_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), 2)
+        pipe.forward_backward((value,), label=value, loss_fn=squared_error)
+        pipe.synchronize()
+        return looks
+
+    looks = first_step(interrupted_at=0)
+    assert looks > 0
+    for look in range(1, looks + 1):
+        with pytest.raises(KeyboardInterrupt):
+            first_step(look)
 
 
 def test_an_interrupt_keeps_the_users_handler() -> None:
