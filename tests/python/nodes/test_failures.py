@@ -12,8 +12,9 @@ from node_processes import TIMEOUT_S, Node, NodeProcesses, Request, silent_ranks
 from node_programs import Training
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-# Of the process group: how long the others wait for a node that has stopped. One that has ended is seen at once.
-PATIENCE_S = {KILL: TIMEOUT_S, STOP: 5.0}
+# Of the process group: how long the others wait for a node that has stopped. One that has ended is seen at once. They
+# have this time to connect as well, with forty processes on two cores.
+PATIENCE_S = {KILL: TIMEOUT_S, STOP: 20.0}
 
 
 def errors_of_others(ended: list[Node], silent: int) -> list[Any]:

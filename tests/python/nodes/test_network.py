@@ -21,7 +21,7 @@ from support.node_network import Host, hosts, obstacle  # noqa: E402
 
 pytestmark = pytest.mark.long
 
-PATIENCE_S = 6.0  # of the process group: how long a rank waits for another one
+PATIENCE_S = 20.0  # of the process group: how long a rank waits for another one, also to connect
 
 
 def skip_without_hosts(delay_ms: float = 0.0) -> None:
