@@ -13,7 +13,18 @@ from roundpipe.data.conversations.conversation import Conversation
 from roundpipe.data.pictures.files import PictureFiles
 from roundpipe.data.records.collect import Collector
 from roundpipe.data.records.encode import Encoder
-from roundpipe.data.records.formats import Graded, Item, Pair, Text, advice, format_of, is_bad, item_of, names_of
+from roundpipe.data.records.formats import (
+    Graded,
+    Item,
+    Pair,
+    Text,
+    advice,
+    format_of,
+    is_bad,
+    item_of,
+    leaves_out_more,
+    names_of,
+)
 from roundpipe.data.records.options import DataOptions, Format
 from roundpipe.data.records.reading import Record, is_utf16
 from roundpipe.data.records.sources import Source
@@ -137,6 +148,8 @@ def _items(
             if isinstance(item, Conversation) and item.pictures:
                 beside = _file_of(record).parent if source.files else None
                 item = replace(item, pictures=tuple(files.found(each, beside) for each in item.pictures))
+            if leaves_out_more(record.value, form):
+                counts.notes.note("input or context beside messages: left out, expected it in a message", record.where)
             yield record, item
         except UnusableError as error:
             _note(counts, error, record.where)

@@ -416,6 +416,21 @@ def _stripped(content: Any) -> Any:
     return content.strip() if isinstance(content, str) else content
 
 
+def leaves_out_more(value: Any, form: Format) -> bool:
+    """Whether a record's `input` or `context` is not learnt from, since messages say all that is asked."""
+    if form in ("instruction", "text", "tokens") or not isinstance(value, Mapping):
+        return False
+    if not any(isinstance(value[name], str) and value[name].strip() for name in _names_in(value, _MORE)):
+        return False
+    if form in ("messages", "sharegpt") or (form == "rated" and _names_in(value, "messages|conversations")):
+        return True
+    names = _names_in(value, f"{_OTHERS['prompt'][0]}|instruction")
+    asked = value[names[0]] if names else None
+    if form != "prompt" and isinstance(asked, str) and asked.lstrip().startswith("["):
+        asked = _json_or_text(asked)
+    return not isinstance(asked, str)
+
+
 def is_bad(value: Any) -> bool:
     """Whether a record says that its answer is a bad one."""
     return isinstance(value, Mapping) and any(value.get(name) is False for name in _RATING.split("|"))

@@ -187,13 +187,40 @@ def test_odd_records_are_learnt_as_they_render_or_counted(
         assert all(words in text for words in spoken(each)), (each, text)
 
 
+def test_a_text_beside_messages_is_noted(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "q"}]
+    answer = {"role": "assistant", "content": "a"}
+    turns = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    pair = {"chosen": "a", "rejected": "b"}
+    for form, record, is_left_out in (
+        ("messages", {"messages": [*asked, answer]}, True),
+        ("sharegpt", {"conversations": turns}, True),
+        ("prompt", {"prompt": asked, "completion": "a"}, True),
+        ("prompt", {"prompt": "q", "completion": [answer]}, False),
+        ("instruction", {"instruction": "q", "output": "a"}, False),
+        ("preference", {"prompt": asked, **pair}, True),
+        ("preference", {"prompt": json.dumps(asked), **pair}, True),
+        ("preference", {"prompt": "q", **pair}, False),
+        ("rated", {"messages": [*asked, answer], "label": True}, True),
+        ("rated", {"prompt": "q", "completion": "a", "label": True}, False),
+        ("text", {"text": "t"}, False),
+    ):
+        for more in ({}, {"context": " "}, {"input": "below"}, {"context": "below"}):
+            path = write(tmp_path / "a.jsonl", {**record, **more})
+            data = made(path, tmp_path / "out", max_length=64, format=form)
+            notes = data.summary.sources[0].notes.reasons
+            noted = "input or context beside messages: left out, expected it in a message"
+            assert notes == ({noted: 1} if is_left_out and "below" in more.values() else {}), (form, record, more)
+
+
 def spoken(record: dict[str, Any]) -> list[str]:
     """All texts of a record that a model is to see."""
     turns = record.get("messages") or record.get("conversations") or []
     found = [each for turn in turns for each in (turn.get("content"), turn.get("value"))]
     found += [record.get(name) for name in ("prompt", "completion", "question", "answer", "output", "response", "text")]
     found += [record.get("instruction"), None if "text" in record else record.get("system")]
-    found += [record.get(name) for name in ("input", "context") if not turns and "text" not in record]
+    beside_messages = turns or isinstance(record.get("prompt"), list)
+    found += [record.get(name) for name in ("input", "context") if not beside_messages and "text" not in record]
     return [each for each in found if isinstance(each, str) and each.strip()]
 
 
