@@ -72,9 +72,6 @@ bool PythonFrontend::is_interrupt(const std::exception_ptr& error) {
   } catch (python_error& raised) {
     const InterpreterLock lock;
     return PyErr_GivenExceptionMatches(raised.type, PyExc_Exception) == 0;
-  } catch (const py::error_already_set& raised) {
-    const InterpreterLock lock;
-    return !raised.matches(PyExc_Exception);
   } catch (...) {
     return false;
   }

@@ -50,24 +50,16 @@ class PythonShell final : public runtime::LayerShell {
   }
 
   Values forward(const Values& inputs, const LayerContext& context) override {
-    const InterpreterLock lock;
-    try {
+    return in_python([&] {
       const py::object made = object_of(run_)(inputs.tensors, structure_object(inputs), context_tuple(context));
       Values outputs = values_from(made, passage_after(made, inputs));
       require_own_process();  // the layer's code may have forked
       return outputs;
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    });
   }
 
   void refresh(const std::shared_ptr<const void>& attributes) override {
-    const InterpreterLock lock;
-    try {
-      object_of(refresh_)(object_of(attributes));
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    in_python([&] { object_of(refresh_)(object_of(attributes)); });
   }
 
  private:
@@ -86,39 +78,32 @@ class PythonLayer final : public runtime::Layer {
   std::shared_ptr<const void> hold() const override { return std::make_shared<const InterpreterLock>(); }
 
   std::vector<NamedTensor> parameters() const override {
-    const InterpreterLock lock;
-    return named_tensors(object_of(object_).attr("parameters")());
+    return in_python([&] { return named_tensors(object_of(object_).attr("parameters")()); });
   }
 
   std::vector<NamedTensor> buffers() const override {
-    const InterpreterLock lock;
-    return named_tensors(object_of(object_).attr("buffers")());
+    return in_python([&] { return named_tensors(object_of(object_).attr("buffers")()); });
   }
 
   uint64_t mode_key() const override {
-    const InterpreterLock lock;
-    return object_of(object_).attr("mode_key")().cast<uint64_t>();
+    return in_python([&] { return object_of(object_).attr("mode_key")().cast<uint64_t>(); });
   }
 
   std::string kind() const override {
-    const InterpreterLock lock;
-    return object_of(object_).attr("kind")().cast<std::string>();
+    return in_python([&] { return object_of(object_).attr("kind")().cast<std::string>(); });
   }
 
   std::shared_ptr<const void> attributes() const override {
-    const InterpreterLock lock;
-    py::object now = object_of(object_).attr("attributes")();
-    if (now.ptr() != attributes_.get()) attributes_ = share(std::move(now));
-    return attributes_;
+    return in_python([&] {
+      py::object now = object_of(object_).attr("attributes")();
+      if (now.ptr() != attributes_.get()) attributes_ = share(std::move(now));
+      return attributes_;
+    });
   }
 
   std::unique_ptr<runtime::LayerShell> make_shell(c10::Device device) override {
-    const InterpreterLock lock;
-    try {
-      return std::make_unique<PythonShell>(object_of(object_).attr("make_shell")(device.str()));
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    return in_python(
+        [&] { return std::make_unique<PythonShell>(object_of(object_).attr("make_shell")(device.str())); });
   }
 
  private:
@@ -139,15 +124,12 @@ class PythonLoss final : public runtime::Loss {
     if (own_parts_ && structure != nullptr && structure->passage != nullptr && structure->passage->is_loss(structure)) {
       return {own_loss(outputs.tensors.front())};
     }
-    const InterpreterLock lock;
-    try {
+    return in_python([&] {
       auto losses = object_of(object_)(values_to(outputs), values_to(label), context_tuple(context))
                         .cast<std::vector<at::Tensor>>();
       require_own_process();
       return losses;
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    });
   }
 
  private:

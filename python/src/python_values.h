@@ -41,6 +41,18 @@ inline pybind11::object object_of(const SharedObject& shared) {
   throw error;
 }
 
+// Calls Python under the interpreter lock, and throws what it raises in torch's form: whoever handles errors knows that
+// one alone.
+template <typename Call>
+auto in_python(Call&& call) {
+  const InterpreterLock lock;
+  try {
+    return call();
+  } catch (pybind11::error_already_set& raised) {
+    throw_python_error(raised);
+  }
+}
+
 class Passage;
 
 // What Values::structure points at in this module: a Python structure.

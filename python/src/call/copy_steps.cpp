@@ -1,7 +1,6 @@
 #include <roundpipe/training/copy_steps.h>
 
 #include "bindings.h"
-#include "interpreter_lock.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -15,13 +14,7 @@ namespace {
 template <typename Result>
 std::function<Result()> callable(py::object function) {
   return [function = share(std::move(function))]() -> Result {
-    const InterpreterLock lock;
-    try {
-      const py::object result = object_of(function)();
-      if constexpr (!std::is_void_v<Result>) return result.cast<Result>();
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    return in_python([&] { return object_of(function)().template cast<Result>(); });
   };
 }
 

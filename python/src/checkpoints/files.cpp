@@ -5,7 +5,6 @@
 #include <roundpipe/files/verify.h>
 
 #include "bindings.h"
-#include "interpreter_lock.h"
 #include "python_values.h"
 
 namespace roundpipe::python {
@@ -66,12 +65,7 @@ void bind_verify(py::module_& module) {
         options.progress = [&](int64_t done_bytes, int64_t total_bytes) {
           frontend().check_interrupt();
           if (!progress) return;
-          const InterpreterLock lock;
-          try {
-            (*progress)(done_bytes, total_bytes);
-          } catch (py::error_already_set& raised) {
-            throw_python_error(raised);
-          }
+          in_python([&] { (*progress)(done_bytes, total_bytes); });
         };
         const py::gil_scoped_release unlocked;
         return verify_step(folder, options);

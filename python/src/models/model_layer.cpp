@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "bindings.h"
-#include "interpreter_lock.h"
 #include "models/passage.h"
 #include "python_layer.h"
 
@@ -26,14 +25,11 @@ namespace {
 template <typename Config>
 std::function<std::shared_ptr<const void>()> config_from(py::object function) {
   return [function = share(std::move(function))]() -> std::shared_ptr<const void> {
-    const InterpreterLock lock;
-    try {
+    return in_python([&]() -> std::shared_ptr<const void> {
       const py::object now = object_of(function)();
       if (now.is_none()) return nullptr;
       return now.cast<std::shared_ptr<Config>>();
-    } catch (py::error_already_set& raised) {
-      throw_python_error(raised);
-    }
+    });
   };
 }
 
