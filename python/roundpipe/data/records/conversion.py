@@ -148,7 +148,7 @@ def _items(
             if isinstance(item, Conversation) and item.pictures:
                 beside = _file_of(record).parent if source.files else None
                 item = replace(item, pictures=tuple(files.found(each, beside) for each in item.pictures))
-            if leaves_out_more(record.value, form):
+            if leaves_out_more(record.value, item):
                 counts.notes.note("input or context beside messages: left out, expected it in a message", record.where)
             yield record, item
         except UnusableError as error:

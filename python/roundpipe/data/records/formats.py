@@ -416,19 +416,14 @@ def _stripped(content: Any) -> Any:
     return content.strip() if isinstance(content, str) else content
 
 
-def leaves_out_more(value: Any, form: Format) -> bool:
-    """Whether a record's `input` or `context` is not learnt from, since messages say all that is asked."""
-    if form in ("instruction", "text", "tokens") or not isinstance(value, Mapping):
+def leaves_out_more(value: Any, item: Item) -> bool:
+    """Whether a record's `input` or `context` stands in none of its messages, since they say all that is asked."""
+    if isinstance(item, Text | Tokens):
         return False
-    if not any(isinstance(value[name], str) and value[name].strip() for name in _names_in(value, _MORE)):
-        return False
-    if form in ("messages", "sharegpt") or (form == "rated" and _names_in(value, "messages|conversations")):
-        return True
-    names = _names_in(value, f"{_OTHERS['prompt'][0]}|instruction")
-    asked = value[names[0]] if names else None
-    if form != "prompt" and isinstance(asked, str) and asked.lstrip().startswith("["):
-        asked = _json_or_text(asked)
-    return not isinstance(asked, str)
+    talk = item.chosen if isinstance(item, Pair) else item.answers[0][0] if isinstance(item, Graded) else item
+    said = [str(message.get("content") or "") for message in talk.messages]
+    texts = [value[name] for name in _names_in(value, _MORE) if isinstance(value[name], str) and value[name].strip()]
+    return any(all(text not in content for content in said) for text in texts)
 
 
 def is_bad(value: Any) -> bool:

@@ -194,6 +194,7 @@ def test_a_text_beside_messages_is_noted(tmp_path: Path) -> None:
     pair = {"chosen": "a", "rejected": "b"}
     for form, record, is_left_out in (
         ("messages", {"messages": [*asked, answer]}, True),
+        ("messages", {"messages": [{"role": "user", "content": "below, q"}, answer]}, False),
         ("sharegpt", {"conversations": turns}, True),
         ("prompt", {"prompt": asked, "completion": "a"}, True),
         ("prompt", {"prompt": "q", "completion": [answer]}, False),
