@@ -138,8 +138,24 @@ bool LinkRating::rate(PlanChoice& choice, Precision precision) {
 double LinkRating::least_ms(const PlanChoice& choice) const {
   const double work_ms = choice.rating.work_ms / speeds_;
   if (!cluster_.on_host_cores) return work_ms;
-  const schedule::MovedBytes moved = schedule::moved_bytes(choice.recipe, costs_, sums_);
+  schedule::MovedBytes moved = schedule::moved_bytes(choice.recipe, costs_, sums_);
+  moved.up -= static_cast<double>(kept_bytes(choice));
   return work_ms + schedule::time_in_turn_ms(moved, cluster_, rules_.update);
+}
+
+std::int64_t LinkRating::kept_bytes(const PlanChoice& choice) const {
+  schedule::KeptWeights kept(costs_, cluster_);
+  std::int64_t bytes = 0;
+  if (!kept.any()) return bytes;
+  const int steps = repeated(kLimitSteps);
+  for (const schedule::Plan& plan : place_over_links(choice.recipe, costs_, cluster_, rules_, steps)) {
+    bytes = 0;
+    for (const schedule::Job& job : plan.jobs) {
+      bytes += kept.kept_bytes(job.layers, job.device);
+      kept.meet(job.layers, job.device);
+    }
+  }
+  return bytes;
 }
 
 Timeline LinkRating::simulated(const PlanChoice& choice, const Cluster& cluster, const LinkRules& rules,

@@ -55,6 +55,8 @@ class LinkRating {
                      int steps) const;
   // No step is shorter than what its devices compute or, if they are the host's cores, what those do in all.
   double least_ms(const schedule::PlanChoice& choice) const;
+  // Of the frozen weights that a step's jobs read, what stays on devices; of the last of a few steps.
+  std::int64_t kept_bytes(const schedule::PlanChoice& choice) const;
   // A synchronous step is simulated alone.
   int repeated(int steps) const { return rules_.timing.asynchronous ? steps : 1; }
 

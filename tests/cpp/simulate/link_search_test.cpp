@@ -431,6 +431,35 @@ TEST_CASE("link search: on the host's cores, computing, moving and updating add 
   CHECK(limit_together == "the host's cores");
 }
 
+TEST_CASE("link search: frozen weights that stay are moved once, on the host's cores too") {
+  LayerCost frozen = layer(10, 20, 4, 1);
+  frozen.frozen_bytes = 3'000'000;
+  const LayerCosts costs(6, frozen);
+  Cluster cluster = machine(1, 1, 0);
+  cluster.on_host_cores = true;
+  SearchOptions options;
+  options.plan = planner(4);
+  LinkRules rules;
+  rules.timing.asynchronous = false;
+  const auto rated = [&] {
+    LinkRating rating(costs, cluster, options, rules, 1);
+    PlanChoice choice = rating.choice_of(to_cut(greedy_stages(costs, 2, options.plan)));
+    REQUIRE(rating.rate(choice, Precision::kReport));
+    return choice;
+  };
+  const PlanChoice moved = rated();
+  cluster.devices[0].resident_bytes = 1'000'000'000;
+  const PlanChoice kept = rated();
+  double again_bytes = 0;
+  for (int l = 0; l < 6; ++l) {
+    const auto visits = std::ranges::count_if(
+        kept.recipe.jobs, [&](const Job& job) { return job.layers.first <= l && l < job.layers.last; });
+    again_bytes += static_cast<double>(visits - 1) * 3'000'000;
+  }
+  CHECK(again_bytes > 0);
+  CHECK(kept.rating.step_ms == doctest::Approx(moved.rating.step_ms - again_bytes / 1e6));
+}
+
 TEST_CASE("link search: what limits the step is what shortens it if it is made fast") {
   const LinkCase slow_links{"slow links", LayerCosts(8, layer(1, 2, 300, 1)), machine(2, 10, 0), 2};
   const auto limit = [](const LinkCase& of, UpdateRate update) {
