@@ -164,7 +164,7 @@ test-cpp: build-tests
 	@$(CTEST) --test-dir $(BUILD)
 
 test-python: build $(VENV)/.test
-	$(call say,4,the Python tests. About 7 minutes on two cores)
+	$(call say,4,the Python tests. About 9 minutes on two cores)
 	@$(PYTEST_BALANCED) $(PYTEST_FLAGS)
 
 # --- The test card -----------------------------------------------------------------------------------------------

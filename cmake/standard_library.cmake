@@ -4,9 +4,10 @@
 # some of that copy's tables and not others: the first number that it prints ends the process.
 set(probe ${PROJECT_BINARY_DIR}/CMakeFiles/standard_library)
 file(WRITE ${probe}.cpp "#include <iostream>\nint main() { std::cout << 1; }\n")
-try_compile(probe_compiles ${probe} ${probe}.cpp COPY_FILE ${probe}.bin)
+try_compile(probe_compiles ${probe} ${probe}.cpp COPY_FILE ${probe}.bin OUTPUT_VARIABLE compiler_says)
 if(NOT probe_compiles)
-  message(FATAL_ERROR "[build] ${CMAKE_CXX_COMPILER} cannot compile and link a C++ program of one line")
+  message(FATAL_ERROR "[build] ${CMAKE_CXX_COMPILER} cannot compile and link a C++ program of one line, expected a "
+                      "compiler with its standard library; choose another: CXX=/usr/bin/g++. It says:\n${compiler_says}")
 endif()
 file(STRINGS ${probe}.bin shared_library REGEX "libstdc[+][+][.]so|libc[+][+][.]so" LIMIT_COUNT 1)
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT shared_library)

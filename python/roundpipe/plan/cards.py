@@ -35,7 +35,7 @@ class Card:
     launch_us: float
 
     def in_core(self, products: str = "bf16") -> _core.Card:
-        """For layers whose products are of that kind.
+        """For layers whose products are of that kind. Attention is no faster than they are: it has their dtype.
 
         Raises:
             ValueError: the card has no rate of it.
@@ -43,9 +43,19 @@ class Card:
         if products not in self.product_tflops:
             known = ", ".join(self.product_tflops)
             raise ValueError(f"[card] there is no rate of {products} products, expected one of {known}")
-        return _core.Card(
-            product_tflops=self.product_tflops[products],
-            **{name: getattr(self, name) for name in _RATES},
+        rates = {name: getattr(self, name) for name in _RATES}
+        product = self.product_tflops[products]
+        if product > 0:
+            rates["attention_tflops"] = min(rates["attention_tflops"], product)
+        return _core.Card(product_tflops=product, **rates)
+
+    def shared(self, devices: int) -> Card:
+        """What each of so many devices reaches that compute on it at the same time."""
+        return dataclasses.replace(
+            self,
+            product_tflops={kind: rate / devices for kind, rate in self.product_tflops.items()},
+            attention_tflops=self.attention_tflops / devices,
+            memory_gb_per_s=self.memory_gb_per_s / devices,
         )
 
     def lines(self) -> list[str]:

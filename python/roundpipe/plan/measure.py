@@ -25,7 +25,7 @@ _ROWS = 512  # of the batch that compares the devices' speed, at most
 _BATCH_S = 0.2
 _DTYPE = torch.bfloat16
 # Kinds of products that the card is measured for.
-_PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _LAUNCHES = 200
 _HEADS, _HEAD_WIDTH = 16, 128
 _LONG_ENOUGH_S = 1e-3  # of one call that is measured
@@ -91,9 +91,9 @@ def measure(
 def measure_card(device: torch.device, rounds: int = 3) -> Card:
     """What a device reaches by itself, the median of `rounds` figures of each kind, after one that warms up.
 
-    Products are square, attention is causal over a row in bf16, an addition reads two tensors and writes
-    one, and launches are additions to a single element. Sizes double until one call takes a millisecond, up to 8,192
-    (additions: 0.5 GB a tensor), so that a slow device is not asked for minutes.
+    Products are square, attention is causal over a row, in bf16 or in fp32 if products in fp32 are faster, an addition
+    reads two tensors and writes one, and launches are additions to a single element. Sizes double until one call takes
+    a millisecond, up to 8,192 (additions: 0.5 GB a tensor), so that a slow device is not asked for minutes.
     """
 
     def multiply(dtype: torch.dtype) -> Callable[[], float]:
@@ -101,14 +101,15 @@ def measure_card(device: torch.device, rounds: int = 3) -> Card:
         return lambda: matmul_gflops(device, dtype, size) / 1000
 
     def attend(row: int) -> Callable[[], object]:
-        query = torch.ones(1, _HEADS, row, _HEAD_WIDTH, device=device, dtype=_DTYPE)
+        query = torch.ones(1, _HEADS, row, _HEAD_WIDTH, device=device, dtype=attended)
         return lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True)
 
     def add(count: int) -> Callable[[], object]:
         left, right, total = (torch.ones(count, device=device, dtype=_DTYPE) for _ in range(3))
         return lambda: torch.add(left, right, out=total)
 
-    products = {name: _median(rounds, multiply(dtype)) for name, dtype in _PRODUCTS.items()}
+    products = {name: _median(rounds, multiply(dtype)) for name, dtype in PRODUCT_DTYPES.items()}
+    attended = torch.bfloat16 if products["bf16"] >= products["fp32"] else torch.float32
     row = _long_enough(device, 256, 8192, attend)
     operations = 2 * _HEADS * row * row * _HEAD_WIDTH  # two products, of which a causal mask leaves half
     attending = attend(row)

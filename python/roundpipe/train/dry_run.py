@@ -17,10 +17,10 @@ from roundpipe.data.balance import microbatch_count
 from roundpipe.data.pictures.batches import PICTURED, Largest, PictureBatches
 from roundpipe.model.memory.budget import HostPrediction, is_unmeasured
 from roundpipe.model.memory.host import free_host_bytes
-from roundpipe.plan.fit import Fit, card_of_tflops, costs_of_shapes, fit, layers_of_shapes
+from roundpipe.plan.fit import Fit, costs_of_shapes, fit, layers_of_shapes
 from roundpipe.plan.machine import Machine
 from roundpipe.plan.machine import load as load_machine
-from roundpipe.plan.measure import matmul_gflops, measure
+from roundpipe.plan.measure import PRODUCT_DTYPES, matmul_gflops, measure, measure_card
 from roundpipe.plan.schedules import Request, predict_choice
 from roundpipe.plan.shapes import ModelShapes
 from roundpipe.plan.shapes import measure as measure_shapes
@@ -137,9 +137,8 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     device = torch.device(pool.torch_devices[0])
     shapes = _shapes(config, rows, _core.chunk_logit_bytes(str(device)), largest)
     dtype = _dtype_of(shapes)
-    gflops = matmul_gflops(device, dtype)
     on_host_cores = device.type == "cpu"  # virtual devices share them
-    card = card_of_tflops(gflops / 1000 / (len(pool) if on_host_cores else 1))
+    card = _card(machine, device, dtype, len(pool) if on_host_cores else 1)
     costs = dataclasses.replace(machine.costs(costs_of_shapes(shapes, card)), on_host_cores=on_host_cores)
     layers = layers_of_shapes(shapes)
     given = None if is_unmeasured(config.device_memory) else config.device_memory
@@ -165,6 +164,15 @@ def _forecast(config: TrainConfig, machine: Machine, data: RunData) -> Forecast:
     pictures = None if largest is None else largest.pictures
     first_pass_ms = _first_pass_ms(found) if config.clip_by == "two_passes" else 0.0
     return Forecast(shapes, rows, microbatches, pictures, found, host, room, first_pass_ms)
+
+
+def _card(machine: Machine, device: torch.device, dtype: torch.dtype, sharing: int) -> _core.Card:
+    """The machine's card for products of a dtype. What it has no rate of is measured on the device."""
+    card = machine.card or measure_card(device)
+    kind = next((kind for kind, of_kind in PRODUCT_DTYPES.items() if of_kind == dtype), str(dtype))
+    if kind not in card.product_tflops:
+        card = dataclasses.replace(card, product_tflops={kind: matmul_gflops(device, dtype) / 1000})
+    return card.shared(sharing).in_core(kind)
 
 
 def _first_pass_ms(found: Fit) -> float:

@@ -165,3 +165,11 @@ def test_a_card_that_has_no_limit_takes_no_time() -> None:
     work = _core.LayerWork(product_operations=1e12, element_bytes=1e9, products=3)
     assert _core.time_ms(work, _core.Card()) == 0
     assert _core.time_ms(work, CARD.in_core()) == pytest.approx(1e12 / 100e9 + 1e9 / 900e6)
+
+
+def test_attention_is_no_faster_than_products_and_devices_share() -> None:
+    card = dataclasses.replace(CARD, product_tflops={"bf16": 100.0, "fp32": 20.0})
+    assert (card.in_core().attention_tflops, card.in_core("fp32").attention_tflops) == (80.0, 20.0)
+    assert dataclasses.replace(card, product_tflops={"bf16": 0.0}).in_core().attention_tflops == 80.0
+    half = card.shared(2).in_core()
+    assert (half.product_tflops, half.attention_tflops, half.memory_gb_per_s) == (50.0, 40.0, 450.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +12,15 @@ import peft
 import pytest
 
 from roundpipe import _core
+from roundpipe.plan.cards import Card
 from roundpipe.plan.machine import Machine
 from roundpipe.train.config import TrainConfig
 from roundpipe.train.dry_run import dry_run
 from roundpipe.train.model import lora_of
 from sweeps import mostly_long
 from tiny_chat import chat_file, model_folder, tiny_llama
+
+CARD = Card(dict.fromkeys(("bf16", "fp16", "fp32"), 0.1), attention_tflops=0.1, memory_gb_per_s=5.0, launch_us=0.0)
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
@@ -27,9 +31,9 @@ def said(tmp_path: Path) -> Callable[..., tuple[bool, dict[str, str]]]:
     model_folder(tmp_path / "model")
     chat_file(tmp_path / "chat.jsonl", 60)
     rates = {"link_up_gb_per_s": 0.1, "link_down_gb_per_s": 0.1, "host_gb_per_s": 0.0}
-    Machine("test", [(1.0, 0)] * 2, rates, 1.0).save(tmp_path / "machine.toml")
 
-    def run(**values: Any) -> tuple[bool, dict[str, str]]:
+    def run(card: Card | None = CARD, **values: Any) -> tuple[bool, dict[str, str]]:
+        Machine("test", [(1.0, 0)] * 2, rates, 1.0, card=card).save(tmp_path / "machine.toml")
         usual: dict[str, Any] = {"length": 64, "devices": "virtual:2", "out": str(tmp_path / "run"), "steps": 7}
         data = {"model": str(tmp_path / "model"), "data": [str(tmp_path / "chat.jsonl")]}
         lines: list[str] = []
@@ -47,13 +51,28 @@ def test_what_a_run_would_do(said: Callable[..., Any], tmp_path: Path) -> None:
     assert "7 of at most 512 tokens, in 3 microbatches of at most 3 rows" in lines["steps"]
     assert "limited by" in lines["step"] and "with 4 evaluations" in lines["time"]
     assert "optimizer 1.00 GB/s" in lines["measured"]
-    assert sorted(tmp_path.iterdir()) == before
+    assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "machine.toml"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_host_that_is_too_small_has_a_verdict_for_weights_of_any_dtype(dtype: str, said: Callable[..., Any]) -> None:
     fits, lines = said(dtype=dtype, host_memory="1MB")
     assert not fits and lines["does"].startswith("does not fit (predicted): the host needs ")
+
+
+def test_the_time_is_that_of_all_kernels_of_the_card(said: Callable[..., Any]) -> None:
+    def step_ms(card: Card) -> float:
+        return float(said(card)[1]["step"].split()[1].replace(",", ""))
+
+    slow = dataclasses.replace(CARD, product_tflops=dict.fromkeys(CARD.product_tflops, 1e-4))
+    assert step_ms(slow) > 20 * step_ms(CARD)
+    assert step_ms(dataclasses.replace(CARD, memory_gb_per_s=0.01)) > 20 * step_ms(CARD)
+    assert step_ms(dataclasses.replace(CARD, launch_us=1e4)) > 20 * step_ms(CARD)
+
+
+def test_what_a_machine_file_lacks_is_measured(said: Callable[..., Any]) -> None:
+    for card in (dataclasses.replace(CARD, product_tflops={"bf16": 1e-6}), None):
+        assert float(said(card)[1]["step"].split()[1].replace(",", "")) < 1e4
 
 
 def test_two_passes_take_another_forward_and_backward(said: Callable[..., Any]) -> None:
