@@ -50,7 +50,7 @@ def prepare(folder: Path, layers: int, width: int, text_bytes: int) -> int:
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).to(torch.bfloat16)  # half the file; trained in fp32
     save_model(folder / "model", model, tokenizer)
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(json.dumps({"text": "\n".join(texts)}) + "\n")  # cut into rows, each full
     return sum(parameter.numel() for parameter in model.parameters())
 
 
