@@ -113,6 +113,8 @@ def main() -> None:
     report.table(["", "predicted", "measured", "apart"], rows)
     report(f"Seconds of each step: {', '.join(f'{each:.1f}' for each in seconds)}.")
     report(f"Host memory without {(device[1] + base) / 1e9:.2f} GB of the virtual device, torch and transformers.")
+    report(f"Device memory: the limit is {chosen.device_memory}; within it, the run keeps the activations of as many of the")
+    report("last layers as fit, where the dry run's plan may recompute them.")
     report("")
     report.close()
     if chosen.quick:

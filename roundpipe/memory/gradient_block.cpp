@@ -1,5 +1,6 @@
 #include <roundpipe/memory/gradient_block.h>
 
+#include <stdexcept>
 #include <utility>
 
 #include <ATen/TensorOperators.h>
@@ -8,6 +9,7 @@
 namespace roundpipe::memory {
 
 at::Tensor gradient(const GradientBlock& block, const BlockLayout& layout, size_t index) {
+  if (!block.landed->complete()) throw std::logic_error("[gradients] a sum is read before it has landed");
   if (index >= block.received.size() || !block.received[index]) return {};
   return layout.view(block.flat, index);
 }
@@ -24,16 +26,21 @@ TiedSum::TiedSum(GradientBlockPtr result, GradientBlockPtr base, const BlockLayo
       missing_(group_ends_.back(), layers) {}
 
 void TiedSum::contribute(size_t layer, size_t microbatch, std::vector<at::Tensor> gradients) {
-  const MutexLock lock(mutex_);
-  if (result_->landed->complete()) return;  // the call has failed
-  contributions_[microbatch][layer] = std::move(gradients);
-  --missing_[microbatch];
-  const at::NoGradGuard no_grad;
-  while (next_ < missing_.size() && missing_[next_] == 0) {
-    fold_microbatch(next_++);
-    if (next_ == group_ends_[group_]) end_group();
+  {
+    const MutexLock lock(mutex_);
+    if (result_->landed->complete()) return;  // the call has failed
+    contributions_[microbatch][layer] = std::move(gradients);
+    --missing_[microbatch];
+    const at::NoGradGuard no_grad;
+    while (next_ < missing_.size() && missing_[next_] == 0) {
+      fold_microbatch(next_++);
+      if (next_ == group_ends_[group_]) end_group();
+    }
+    if (next_ < missing_.size()) return;
+    finish();
   }
-  if (next_ == missing_.size()) finish();
+  // Without the lock: the next call's last contribution may end that call.
+  result_->landed->fire();
 }
 
 void TiedSum::start() {
@@ -94,7 +101,6 @@ void TiedSum::finish() {
     result_->received[i] = 1;
     totals_[i].reset();
   }
-  result_->landed->fire();
 }
 
 }  // namespace roundpipe::memory

@@ -180,14 +180,16 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
           done);
       const auto place = static_cast<size_t>(microbatch);
       const size_t sharer = shared.sharer(l);
-      // The sum starts from that of the call before, which may still be in flight.
-      const EventPtr base = call.bases[block] ? call.bases[block]->landed : nullptr;
       const JobResult result{JobResult::Kind::kTiedGradient, l, block, microbatch};
-      run.attempt->then({done, base},
-                        [attempt = run.attempt, result, call_ptr = run.call, block, sharer, place, landed] {
-                          if (!attempt->claim(result, [landed] { return *landed; })) return;
-                          call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
-                        });
+      run.attempt->then({done}, [attempt = run.attempt, result, call_ptr = run.call, block, sharer, place, landed] {
+        if (!attempt->claim(result, [landed] { return *landed; })) return;
+        // The sum starts from that of the call before, which may still be in flight when this job is over.
+        const memory::GradientBlockPtr& base = call_ptr->bases[block];
+        call_ptr->then({base ? base->landed : nullptr},
+                       [call = call_ptr.get(), hold = call_ptr->hold(), block, sharer, place, landed] {
+                         call->tied_sums[block]->contribute(sharer, place, std::move(*landed));
+                       });
+      });
     }
   }
 }

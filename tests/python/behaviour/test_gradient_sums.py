@@ -3,6 +3,7 @@ them, and what they take. test_equality_table.py has their bits."""
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -95,6 +96,62 @@ def test_only_one_sum_a_layer_moves_whatever_the_number_of_microbatches() -> Non
     for microbatches in (1, 4, 16):
         assert moved("layer", microbatches) == 2 * shared + own
         assert moved("microbatch", microbatches) == 2 * shared * microbatches + own
+
+
+class _Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, may_go_on: threading.Event) -> Tensor:
+        context.may_go_on = may_go_on
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        assert context.may_go_on.wait(timeout=120)
+        return gradient, None
+
+
+class _Held(nn.Module):
+    def __init__(self, may_go_on: threading.Event) -> None:
+        super().__init__()
+        self.may_go_on = may_go_on
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Waits.apply(x, self.may_go_on)
+
+
+def test_a_job_may_be_over_before_the_sum_that_its_gradients_are_added_to() -> None:
+    """The next call's last layers share a weight with first ones whose backward, in this call, is still running."""
+    use_devices(3)
+    may_go_on = threading.Event()
+    may_go_on.set()
+    torch.manual_seed(BASE_SEED)
+    ends = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+    ends[1].weight = ends[0].weight
+    model = nn.Sequential(ends[0], _Held(may_go_on), ends[1])
+    x, y = data(4)
+    for _ in range(2):
+        squared(model(x), y).backward()
+    expected = ends[0].weight.grad
+    assert expected is not None
+    ends[0].weight.grad = None
+    pipe = RoundPipe(model)
+    jobs: list[Any] = [("forward", 0, 2, 0, 1, 2, 0.0), ("fused", 2, 3, 0, 1, 1, 0.1), ("backward", 0, 2, 0, 1, 0, 0.2)]
+    config = RoundPipeRunConfig(
+        num_microbatch=1, execute_plan=_core.Plan(3, 1, 3, 0, jobs), tied_grad_accumulation="microbatch"
+    )
+    may_go_on.clear()
+    try:
+        for _ in range(2):
+            pipe.forward_backward((x,), label=y, loss_fn=squared, run_config=config)
+        # What comes from device 1 after the gradients of the second call: its job there is over.
+        after = RoundPipeRunConfig(num_microbatch=1, execute_plan=_core.Plan(1, 1, 3, 0, [("forward", 0, 1, 0, 1, 1, 0.0)]))
+        with torch.no_grad():
+            RoundPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)))(x, roundpipe_run_config=after)
+    finally:
+        may_go_on.set()
+    pipe.synchronize()
+    assert ends[0].weight.grad is not None
+    assert torch.equal(ends[0].weight.grad, expected)
 
 
 def test_other_orders_are_refused() -> None:
