@@ -24,7 +24,7 @@ struct GradientBlock {
 };
 using GradientBlockPtr = std::shared_ptr<GradientBlock>;
 
-// Gradient `index` of the block, or undefined. Throws std::logic_error until block.landed has fired.
+// Gradient `index` of the block, or undefined. REQUIRES: block.landed has fired.
 at::Tensor gradient(const GradientBlock& block, const BlockLayout& layout, size_t index);
 
 // Sums the gradients of a parameter block that several layers share (tied weights). Each (layer, microbatch)

@@ -1,6 +1,7 @@
 #include <roundpipe/runtime/model/gradient_ledger.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/grad_mode.h>
@@ -50,6 +51,8 @@ void GradientLedger::show() {
       const at::Tensor beside = parameters[i].tensor.grad();
       at::Tensor gradient = beside;
       if (model_.gradients[b]) {
+        if (!model_.gradients[b]->landed->complete())
+          throw std::logic_error("[gradients] a sum is shown before it has landed, although no call is running");
         gradient = together(memory::gradient(*model_.gradients[b], model_.blocks[b].gradient_layout, i), beside);
       }
       // As autograd leaves them: in the parameter's own dtype.
