@@ -113,8 +113,8 @@ def main() -> None:
     report.table(["", "predicted", "measured", "apart"], rows)
     report(f"Seconds of each step: {', '.join(f'{each:.1f}' for each in seconds)}.")
     report(f"Host memory without {(device[1] + base) / 1e9:.2f} GB of the virtual device, torch and transformers.")
-    report(f"Device memory: the limit is {chosen.device_memory}; within it, the run keeps the activations of as many of the")
-    report("last layers as fit, where the dry run's plan may recompute them.")
+    report(f"Device memory: within {chosen.device_memory}, the run keeps the activations of as many of the last layers")
+    report("as fit, where the dry run's plan may recompute them.")
     report("")
     report.close()
     if chosen.quick:

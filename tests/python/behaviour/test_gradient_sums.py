@@ -144,7 +144,9 @@ def test_a_job_may_be_over_before_the_sum_that_its_gradients_are_added_to() -> N
         for _ in range(2):
             pipe.forward_backward((x,), label=y, loss_fn=squared, run_config=config)
         # What comes from device 1 after the gradients of the second call: its job there is over.
-        after = RoundPipeRunConfig(num_microbatch=1, execute_plan=_core.Plan(1, 1, 3, 0, [("forward", 0, 1, 0, 1, 1, 0.0)]))
+        after = RoundPipeRunConfig(
+            num_microbatch=1, execute_plan=_core.Plan(1, 1, 3, 0, [("forward", 0, 1, 0, 1, 1, 0.0)])
+        )
         with torch.no_grad():
             RoundPipe(nn.Sequential(nn.Linear(WIDTH, WIDTH)))(x, roundpipe_run_config=after)
     finally:
