@@ -135,12 +135,16 @@ void GradientSums::take_up(const JobRun& run, Sum& sum) {
 
 namespace {
 
-// Adds up the parts of a block on the update thread, once the sums of earlier calls have landed. The call is not
-// finished before that. REQUIRES: a job of the call is left.
+// Runs `work` once the sums of earlier calls have landed, which may be after the job that asks for it is over. The call
+// is not finished before that. REQUIRES: a job of the call is left.
+void once_landed(const CallPtr& call, const memory::GradientBlockPtr& base, std::function<void()> work) {
+  call->then({base ? base->landed : nullptr}, [hold = call->hold(), work = std::move(work)] { work(); });
+}
+
+// Adds up the parts of a block on the update thread. REQUIRES: a job of the call is left.
 void add_up(const CallPtr& call, size_t block) {
-  const memory::GradientBlockPtr& base = call->block_sums[block]->target().base;
-  call->then({base ? base->landed : nullptr}, [call, block, hold = call->hold()] {
-    const auto work = [call, block, hold] { call->attempt([&] { call->block_sums[block]->add_up(); }); };
+  once_landed(call, call->block_sums[block]->target().base, [call, block] {
+    const auto work = [call, block, hold = call->hold()] { call->attempt([&] { call->block_sums[block]->add_up(); }); };
     UpdateThread::Work prepared = UpdateThread::prepare({0, UpdateThread::Kind::kNorm, block}, work);
     if (!UpdateThread::instance().submit(prepared)) work();
   });
@@ -183,12 +187,9 @@ void GradientSums::contribute_tied(JobRun& run, int microbatch, bool ran) {
       const JobResult result{JobResult::Kind::kTiedGradient, l, block, microbatch};
       run.attempt->then({done}, [attempt = run.attempt, result, call_ptr = run.call, block, sharer, place, landed] {
         if (!attempt->claim(result, [landed] { return *landed; })) return;
-        // The sum starts from that of the call before, which may still be in flight when this job is over.
-        const memory::GradientBlockPtr& base = call_ptr->bases[block];
-        call_ptr->then({base ? base->landed : nullptr},
-                       [call = call_ptr.get(), hold = call_ptr->hold(), block, sharer, place, landed] {
-                         call->tied_sums[block]->contribute(sharer, place, std::move(*landed));
-                       });
+        once_landed(call_ptr, call_ptr->bases[block], [call_ptr, block, sharer, place, landed] {
+          call_ptr->tied_sums[block]->contribute(sharer, place, std::move(*landed));
+        });
       });
     }
   }

@@ -98,25 +98,21 @@ def test_only_one_sum_a_layer_moves_whatever_the_number_of_microbatches() -> Non
         assert moved("microbatch", microbatches) == 2 * shared * microbatches + own
 
 
-class _Waits(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, may_go_on: threading.Event) -> Tensor:
-        context.may_go_on = may_go_on
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        assert context.may_go_on.wait(timeout=120)
-        return gradient, None
-
-
 class _Held(nn.Module):
+    """Its backward waits until it may go on."""
+
     def __init__(self, may_go_on: threading.Event) -> None:
         super().__init__()
         self.may_go_on = may_go_on
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Waits.apply(x, self.may_go_on)
+        out = x.clone()
+        if out.requires_grad:
+            out.register_hook(self.wait)
+        return out
+
+    def wait(self, _: Tensor) -> None:
+        assert self.may_go_on.wait(timeout=120)
 
 
 def test_a_job_may_be_over_before_the_sum_that_its_gradients_are_added_to() -> None:
